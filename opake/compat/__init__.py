@@ -1,0 +1,1 @@
+"""Replacements that work under functorch, in plain PyTorch against transformers' contracts."""

@@ -1,0 +1,70 @@
+"""A config that answers one question differently and is the original in everything else.
+
+Configs are shared: by all modules of a model, and often by several models. A patched module gets
+a view over the same ``__dict__``; whatever is set on either is seen by both.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+FIELD = "_attn_implementation_internal"
+
+SYMBOLS = (("transformers.configuration_utils", "PreTrainedConfig._attn_implementation", ()),)
+
+
+@dataclass
+class _State:
+    original: Any
+    stock: Any
+    ours: str
+    live: bool = False
+
+
+def attention_view(config: Any, ours: str) -> Any:
+    """Return a view of ``config`` whose ``_attn_implementation`` is ``ours``.
+
+    It answers so only between :func:`switch` on and off, and only while the config says what it
+    says now: an implementation that the user sets meanwhile wins. Copies and pickles of the view
+    are copies and pickles of the original.
+    """
+    view: Any = object.__new__(_view_class(type(config)))
+    object.__setattr__(view, "__dict__", vars(config))
+    object.__setattr__(view, "_opake_view", _State(config, vars(config).get(FIELD), ours))
+    return view
+
+
+def switch(view: Any, live: bool) -> None:
+    """Let ``view`` answer with our implementation, or with stock's again."""
+    view._opake_view.live = live
+
+
+@functools.cache
+def _view_class(stock: Any) -> Any:
+    field = stock._attn_implementation
+
+    def get(self: Any) -> Any:
+        state = self._opake_view
+        current = self._attn_implementation_internal
+        return state.ours if state.live and current == state.stock else current
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        return self._opake_view.original.__reduce_ex__(protocol)
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        return copy.deepcopy(self._opake_view.original, memo)
+
+    namespace = {
+        "__slots__": ("_opake_view",),
+        "__doc__": stock.__doc__,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__reduce_ex__": reduce,
+        "__deepcopy__": deepcopy,
+        "__copy__": lambda self: copy.copy(self._opake_view.original),
+        "_attn_implementation": property(get, field.fset),
+    }
+    return type(stock)(stock.__name__, (stock,), namespace)

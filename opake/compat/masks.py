@@ -1,0 +1,64 @@
+"""Attention masks whose construction does not look at the values of a padding mask.
+
+Stock drops a padding mask that turns out to hide nothing, and looks for sequences packed into one
+row. Both read tensor values, which a functorch transform does not allow, and would make a row's
+computation depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from transformers import masking_utils
+
+from opake.compat._versions import has_cache
+from opake.compat.batchify import by_name
+from opake.compat.transforms import transforms_active
+
+_MASK_PARAMETERS = ("config", "inputs_embeds", "attention_mask", "position_ids")
+
+SYMBOLS = (
+    ("transformers.masking_utils", "ALL_MASK_ATTENTION_FUNCTIONS._global_mapping", ()),
+    ("transformers.masking_utils", "sdpa_mask", ("attention_mask", "allow_is_causal_skip")),
+    (
+        "transformers.masking_utils",
+        "create_causal_mask",
+        (*_MASK_PARAMETERS, "allow_is_causal_skip"),
+    ),
+)
+
+
+@functools.cache
+def builder(name: str) -> Callable[..., Any]:
+    """Return a replacement for the mask builder ``transformers.masking_utils.<name>``.
+
+    Under a functorch transform a supplied padding mask is always materialised; without one, the
+    ``is_causal`` fast path stays. Outside, the stock builder runs.
+    """
+    stock = getattr(masking_utils, name)
+    names = tuple(inspect.signature(stock).parameters)
+    skip = next(parameter for parameter in names if parameter.endswith("_skip"))
+
+    @functools.wraps(stock, updated=())
+    def build(*args: Any, **kwargs: Any) -> Any:
+        if not transforms_active():
+            return stock(*args, **kwargs)
+        call = by_name(names, args, kwargs)
+        if call is None:
+            return stock(*args, **kwargs)
+        if call.get("attention_mask") is not None:
+            call[skip] = False
+        elif not has_cache(call):
+            # Packed rows were refused on the way in; the rest needs no positions.
+            call["position_ids"] = None
+        return stock(**call)
+
+    return build
+
+
+def sdpa_mask(*args: Any, **kwargs: Any) -> Any:
+    """Build the mask of transformers' ``sdpa`` under our own key of its mask interface."""
+    return masking_utils.sdpa_mask(*args, **kwargs)

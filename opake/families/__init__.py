@@ -1,0 +1,57 @@
+"""Which names mean what, per ``model_type``: one small declaration a file, found by its name."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from dataclasses import dataclass
+
+from opake.errors import InvalidArgument
+
+
+@dataclass(frozen=True)
+class Family:
+    """The names under which a model family keeps what a scope has to reach.
+
+    Args:
+        module: the modeling module of transformers, dotted.
+        base: the model without a head, whose ``forward`` builds the masks.
+        attention: the module that dispatches on ``config._attn_implementation``.
+        masks: the builders of ``transformers.masking_utils`` that ``base`` calls.
+    """
+
+    module: str
+    base: str
+    attention: str
+    masks: tuple[str, ...] = ("create_causal_mask",)
+
+
+_REGISTERED: dict[str, Family] = {}
+
+
+def register_family(model_type: str, family: Family) -> None:
+    """Make ``model_type`` known to :func:`opake.patched`; replaces an earlier declaration."""
+    if not isinstance(model_type, str) or not model_type:
+        raise InvalidArgument(f"model_type is config.model_type, a str; found {model_type!r}")
+    if not isinstance(family, Family):
+        raise InvalidArgument(f"expected opake.Family(...), found {family!r}")
+    _REGISTERED[model_type] = family
+
+
+def find(model_type: str) -> Family | None:
+    """Return the declaration for ``model_type``, or None."""
+    if model_type in _REGISTERED:
+        return _REGISTERED[model_type]
+    if model_type not in _shipped():
+        return None
+    family: Family = importlib.import_module(f"{__name__}.{model_type}").FAMILY
+    return family
+
+
+def supported() -> list[str]:
+    """Return every known ``model_type``, sorted."""
+    return sorted({*_REGISTERED, *_shipped()})
+
+
+def _shipped() -> list[str]:
+    return [info.name for info in pkgutil.iter_modules(__path__)]
