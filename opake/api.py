@@ -113,8 +113,8 @@ class ModelScope(Scope):
 
     def __init__(self, model: nn.Module, flags: Flags, *, strict: bool = False) -> None:
         # Weakly: a scope that is lost must not keep its model alive.
-        self._model = weakref.ref(model)
         self._inner = weakref.ref(find_model(model) or model)
+        self._model = weakref.ref(model)
         super().__init__(flags, strict=strict)
 
     @property

@@ -225,7 +225,10 @@ def _modules_symbols(*names: str) -> list[Any]:
 
 
 def _first_order_symbols() -> list[Symbol]:
-    return [Symbol(*found, "first_order") for found in _compat("first_order").SYMBOLS]
+    return [
+        Symbol(module, name, parameters, "first_order")
+        for module, name, parameters in _compat("first_order").SYMBOLS
+    ]
 
 
 def _compat(name: str) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ def attention_view(config: Any, ours: str) -> Any:
     says now: an implementation that the user sets meanwhile wins. Copies and pickles of the view
     are copies and pickles of the original.
     """
-    view: Any = object.__new__(_view_class(type(config)))
+    view: Any = object.__new__(_view_class(type(config)))  # type: ignore[arg-type]
     object.__setattr__(view, "__dict__", vars(config))
     object.__setattr__(view, "_opake_view", _State(config, vars(config).get(FIELD), ours))
     return view
@@ -52,16 +53,23 @@ def _view_class(stock: Any) -> Any:
         return state.ours if state.live and current == state.stock else current
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return self._opake_view.original.__reduce_ex__(protocol)
+        # The original itself, by way of the standard library: loads without opake.
+        return operator.getitem, ((self._opake_view.original,), 0)
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(self._opake_view.original, memo)
+
+    def equal(self: Any, other: Any) -> Any:
+        mine = self._opake_view.original
+        return mine == getattr(other, "_opake_view", _State(other, None, "")).original
 
     namespace = {
         "__slots__": ("_opake_view",),
         "__doc__": stock.__doc__,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
+        "__eq__": equal,
+        "__hash__": stock.__hash__,
         "__reduce_ex__": reduce,
         "__deepcopy__": deepcopy,
         "__copy__": lambda self: copy.copy(self._opake_view.original),
