@@ -5,17 +5,16 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch import eager_transforms
 from torch.func import functional_call
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opake.errors import InvalidArgument, InvalidBatch
 from opake.functional import clipped_grad_sum, per_example_grads
@@ -67,7 +66,8 @@ def net_loss(params: Params, ids: Tensor) -> Tensor:
 
 def net(dtype: torch.dtype) -> tuple[Params, Tensor]:
     torch.manual_seed(0)
-    params = {n: torch.randn(p.shape, dtype=dtype) for n, p in NET.named_parameters()}
+    shapes = {name: p.shape for name, p in NET.named_parameters()}
+    params = {n: torch.randn(s, dtype=dtype, requires_grad=True) for n, s in shapes.items()}
     return params, torch.randint(0, 9, (6, 5))
 
 
@@ -127,7 +127,7 @@ POISON_PARAMS = {name: torch.zeros(3) for name in "abc"}
 def test_row_that_is_not_finite_adds_nothing(bad: float, chunk_size: int | None) -> None:
     batch = torch.rand(5, 6)
     batch[1, 4] = bad
-    options = {"chunk_size": chunk_size, "mask": None}
+    options: Any = {"chunk_size": chunk_size}
     good = batch[[0, 2, 3, 4]]
     sums, norms, losses = clipped_grad_sum(poisoned, POISON_PARAMS, batch, max_norm=0.5, **options)
     assert not norms[1].isfinite()
@@ -259,6 +259,23 @@ def test_no_data_dependent_synchronisation() -> None:
     assert norms["1"].shape == losses.shape == (6,)
 
 
+def test_differentiates_under_no_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grad mode at entry says that no second-order graph is wanted."""
+    modes = []
+    stock = eager_transforms.grad_and_value_impl
+
+    def recorded(*args: Any) -> Any:
+        modes.append(torch.is_grad_enabled())
+        return stock(*args)
+
+    monkeypatch.setattr(eager_transforms, "grad_and_value_impl", recorded)
+    params, batch = net(torch.float32)
+    clipped_grad_sum(net_loss, params, batch, max_norm=1.0, chunk_size=4)
+    per_example_grads(net_loss, params, batch)
+    assert modes == [False] * 3
+    assert torch.is_grad_enabled()
+
+
 @pytest.mark.parametrize("max_norm", [1.0, {"w": 1.0, ".": 2.0}])
 def test_empty_batch(max_norm: Any) -> None:
     params = {"w": torch.ones(2, 3, dtype=torch.bfloat16), "s": torch.tensor(1.0)}
@@ -309,81 +326,3 @@ def test_other_bad_input() -> None:
         clipped_grad_sum(never, torch.zeros(3), (X, torch.zeros(3)), max_norm=1.0)
     with pytest.raises(InvalidArgument, match=r"clipped_grad_sum: .*found shape \(1,\)"):
         clipped_grad_sum(lambda p, x: (p @ x)[None], torch.zeros(3), X, max_norm=1.0)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of storage, other than that of the given tensors, alive after any one op."""
-
-    def __init__(self, given: Iterable[Tensor]) -> None:
-        super().__init__()
-        self.peak = 0
-        self._given = {tensor.untyped_storage()._cdata for tensor in given}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in pytree.tree_leaves(out):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._given:
-                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._alive.values()))
-        return out
-
-
-# Four layers of 64 x 64: an example's gradients are 4 x 4096 numbers, its activations (a vector of
-# 64 before and after each layer, and their gradients) under 1100, which the bound's second term
-# has room for. Parameters dominate, as they do where this bound matters.
-STORAGE_PARAMS = {
-    f"layer{i}": torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) / 8
-    for i in range(4)
-}
-
-
-def storage_loss(params: Params, x: Tensor) -> Tensor:
-    for weight in params.values():
-        x = torch.tanh(weight @ x)
-    return x.sum()
-
-
-def storage_peak(run: Callable[..., Any], batch_size: int, chunk_size: int) -> int:
-    batch = torch.randn(batch_size, 64)
-    with LiveBytes([batch, *STORAGE_PARAMS.values()]) as live:
-        run(storage_loss, STORAGE_PARAMS, batch, max_norm=1.0, chunk_size=chunk_size)
-    return live.peak
-
-
-def storage_bound(chunk_size: int) -> int:
-    sizes = [p.nbytes for p in STORAGE_PARAMS.values()]
-    return (chunk_size + 1) * sum(sizes) + 2 * chunk_size * max(sizes)
-
-
-def clip_all_at_once(
-    loss_fn: Loss, params: Params, batch: Tensor, *, max_norm: float, chunk_size: int
-) -> Params:
-    """The naive way: every gradient, then clip, then add."""
-    grads, _ = per_example_grads(loss_fn, params, batch, chunk_size=chunk_size)
-    norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
-    scale = (max_norm / norms).clamp(max=1)
-    return {name: torch.einsum("b,b...->...", scale, g) for name, g in grads.items()}
-
-
-@pytest.mark.parametrize("chunk_size", [1, 4])
-@pytest.mark.parametrize("max_norm", [1.0, {"layer[01]": 1.0, ".": 2.0}])
-def test_storage_does_not_grow_with_the_batch(chunk_size: int, max_norm: Any) -> None:
-    def run(*args: Any, **options: Any) -> Any:
-        mask = torch.ones(args[2].shape[0], dtype=torch.bool)
-        return clipped_grad_sum(*args, **options | {"max_norm": max_norm, "mask": mask})
-
-    small, large = (storage_peak(run, size, chunk_size) for size in (8, 32))
-    assert small <= storage_bound(chunk_size)
-    # All that is left of an example: its loss, a norm per group, and its place in the mask.
-    row = 4 + 4 * (len(max_norm) if isinstance(max_norm, dict) else 1) + 1
-    assert large - small == (32 - 8) * row
-
-
-def test_storage_test_can_fail() -> None:
-    small, large = (storage_peak(clip_all_at_once, size, 4) for size in (8, 32))
-    assert large > storage_bound(4)
-    assert large - small > 20 * sum(p.nbytes for p in STORAGE_PARAMS.values())
