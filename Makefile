@@ -7,6 +7,8 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 # Tests run one process a core; torch's own threads would only fight over the same cores.
 JOBS   ?= 2
+# Benchmarks measure nothing in parallel runs, and their plugin warns about that.
+PYTEST  = OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:benchmark -n $(JOBS)
 ARGS   ?=
 
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
@@ -50,17 +52,16 @@ demo: $(VENV)/.demo
 	$(RUN) examples/dp_finetune.py $(ARGS)
 
 test: $(VENV)/.test
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) $(ARGS)
+	$(PYTEST) $(ARGS)
 
 # The engine and the models on the oldest supported transformers.
 OLDEST := tests/test_engine.py tests/test_mechanism.py tests/test_api.py tests/test_llama.py \
 	tests/test_upstream.py property_tests/test_llama_properties.py
 test-oldest: $(VENV)/.oldest
-	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/oldest $(RUN) -m pytest -n $(JOBS) $(OLDEST) $(ARGS)
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(OLDEST) $(ARGS)
 
 property-tests: $(VENV)/.test
-	HYPOTHESIS_PROFILE=thorough OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(JOBS) \
-		--timeout 3600 property_tests $(ARGS)
+	HYPOTHESIS_PROFILE=thorough $(PYTEST) --timeout 3600 property_tests $(ARGS)
 
 lint: $(VENV)/.lint $(VENV)/.demo
 	$(VENV)/bin/ruff check .

@@ -81,10 +81,14 @@ class Context:
     family: Family
     flags: Flags
 
+    @functools.cached_property
+    def _all(self) -> list[nn.Module]:
+        return list(self.inner.modules())
+
     def modules(self, class_name: str) -> list[nn.Module]:
         """Return the modules of the family's class of that name, subclasses included."""
         cls = symbols.resolve(self.family.module, class_name)
-        return [module for module in self.inner.modules() if isinstance(module, cls)]
+        return [module for module in self._all if isinstance(module, cls)]
 
 
 Builder = Callable[[Context], Step | Skip]
@@ -100,6 +104,8 @@ def find_model(model: Any) -> Any:
             f"expected a transformers model or an nn.Module, found {type(model).__qualname__}"
         )
     utils = importlib.import_module("transformers.modeling_utils")
+    if isinstance(model, utils.PreTrainedModel):
+        return model
     found = [m for m in model.modules() if isinstance(m, utils.PreTrainedModel)]
     if not found:
         return None

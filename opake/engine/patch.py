@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from torch import nn
 
 from opake.engine import rebind, reclass, slots, stacks
 from opake.engine.slots import MISSING, Slot
-from opake.errors import AlreadyPatched, UnpatchableTarget
+from opake.errors import AlreadyPatched, RestoreError, UnpatchableTarget
 
 
 class Patch:
@@ -23,6 +24,10 @@ class Patch:
 
     how = "custom"
     """One word for :meth:`opake.PatchSet.explain`: what kind of change this is."""
+
+    process_wide: bool = False
+    """True where the change has no module to hang on, and refers to none: it is undone when the
+    set was lost together with its modules."""
 
     def check(self) -> None:
         """Raise if the patch cannot be applied. Changes nothing."""
@@ -54,23 +59,29 @@ class SlotPatch(Patch):
     def __init__(self, slot: Slot, *, create: bool = False) -> None:
         self.slot = slot
         self.create = create
-        self._layer: stacks.Layer | None = None
+        self.process_wide = not isinstance(slot.owner, nn.Module)
         self.holder: Any = None
+        self._layer: stacks.Layer | None = None
 
     def build(self, below: Any) -> Any:
         """Return the value to store over ``below`` (MISSING where the slot is empty)."""
         raise NotImplementedError
 
     def check(self) -> None:
-        if self._layer is not None:
-            raise AlreadyPatched(f"{self!r} is applied already")
-        slots.require_present(self.slot, create=self.create)
+        self._require_free()
+        if not self.process_wide:
+            reclass.derive(reclass.stock_class(self.slot.owner))  # raises where it cannot be done
         stack = stacks.find(self.slot)
         if stack is not None:
             stack.require_ours()
 
+    def _require_free(self) -> None:
+        if self._layer is not None:
+            raise AlreadyPatched(f"{self!r} is applied already")
+        slots.require_present(self.slot, create=self.create)
+
     def apply(self) -> None:
-        self.check()
+        self._require_free()
         self._layer = stacks.Layer(self.build, self.holder)
         stacks.push(self.slot, self._layer)
 
@@ -106,7 +117,7 @@ class AttributePatch(SlotPatch):
 
     def __init__(self, owner: Any, name: str, value: Any, *, create: bool = False) -> None:
         super().__init__(slots.attribute_slot(owner, name), create=create)
-        self.value = value
+        self.value = slots.require_value(value)
 
     def build(self, below: Any) -> Any:
         return self.value
@@ -119,7 +130,7 @@ class ItemPatch(SlotPatch):
 
     def __init__(self, mapping: Any, key: Any, value: Any, *, create: bool = False) -> None:
         super().__init__(slots.item_slot(mapping, key), create=create)
-        self.value = value
+        self.value = slots.require_value(value)
 
     def build(self, below: Any) -> Any:
         return self.value
@@ -128,46 +139,66 @@ class ItemPatch(SlotPatch):
 class GlobalPatch(Patch):
     """Replace a module global and every copy of it that ``from module import name`` made.
 
-    All loaded modules are searched for the very object, under any name. At :meth:`revert` they
-    are searched again for modules that imported ``value`` meanwhile. Process-wide by nature.
+    All loaded modules are searched for the very object, under any name, and searched again at
+    :meth:`revert` for those that imported ``value`` meanwhile. Process-wide by nature. ``value``
+    must not find the original through a global: that is replaced too.
     """
 
     how = "global"
+    process_wide = True
 
     def __init__(self, module: types.ModuleType, name: str, value: Any) -> None:
-        self._home = AttributePatch(module, name, value)
+        if not isinstance(module, types.ModuleType):
+            raise UnpatchableTarget(f"GlobalPatch needs a module, found {module!r}")
+        self._home = AttributePatch(module, name, _searchable(value))
         self._copies: list[AttributePatch] = []
-        self._bystanders: set[tuple[int, str]] = set()
+        self._original: Any = None
+        self._bystanders: set[Hashable] = set()
 
     def check(self) -> None:
         self._home.check()
+        _searchable(stacks.base(self._home.slot))
 
     def apply(self) -> None:
-        self._home.check()
-        original = self._home.slot.read()
-        # Whoever holds the replacement already (the module that defines it) is left alone.
-        self._bystanders = {(id(m), name) for m, name in slots.holders(self._home.value)}
-        self._home.apply()
-        for module, name in slots.holders(original):
-            copy = AttributePatch(module, name, self._home.value)
-            self._copies.append(copy)
-            copy.apply()
+        self.check()
+        with stacks.LOCK:
+            self._original = stacks.base(self._home.slot)
+            live = _GLOBALS.setdefault(id(self._original), [])
+            _adopt_imports(live)
+            # Whoever holds the replacement already, such as its own module, is left alone.
+            self._bystanders = {slot.place for slot in _held(self._home.value)}
+            live.append(self)
+            self._home.apply()
+            layered = [s.slot for s in stacks.globals_over(self._original)]
+            for slot in [s for s in layered if s.place != self._home.slot.place]:
+                self._apply_copy(slot)
+            for slot in _held(self._original):
+                self._apply_copy(slot)
 
     def revert(self) -> str | None:
-        notes = [copy.revert() for copy in reversed(self._copies)]
-        notes.append(self._home.revert())
-        if self._copies or self._bystanders:
-            self._restore_late_imports()
-        self._copies.clear()
-        self._bystanders.clear()
-        return "; ".join(note for note in notes if note) or None
+        with stacks.LOCK:
+            live = _GLOBALS.get(id(self._original), [])
+            if self in live:
+                _adopt_imports(live)
+            notes, failed = [], []
+            for patch in (*reversed(self._copies), self._home):
+                try:
+                    notes.append(patch.revert())
+                except Exception as error:
+                    failed.append(f"{patch.target}: {error}")
+            if self in live:
+                live.remove(self)
+                if not live:
+                    del _GLOBALS[id(self._original)]
+            self._copies.clear()
+            if failed:
+                raise RestoreError("; ".join(failed))
+            return "; ".join(note for note in notes if note) or None
 
-    def _restore_late_imports(self) -> None:
-        now = self._home.slot.read()
-        for module, name in slots.holders(self._home.value):
-            slot = slots.attribute_slot(module, name)
-            if (id(module), name) not in self._bystanders and stacks.find(slot) is None:
-                slot.write(now)
+    def _apply_copy(self, slot: Slot) -> None:
+        copy = AttributePatch(slot.owner, slot.key, self._home.value)
+        self._copies.append(copy)
+        copy.apply()
 
     @property
     def target(self) -> str:
@@ -177,41 +208,69 @@ class GlobalPatch(Patch):
         return [row for patch in (self._home, *self._copies) for row in patch.changes()]
 
 
+_GLOBALS: dict[int, list[GlobalPatch]] = {}
+"""The live patches of one original object, in the order in which they came, by its id."""
+
+_ATOMS = (type(None), type(...), bool, int, float, complex, str, bytes)
+
+
+def _searchable(value: Any) -> Any:
+    if isinstance(value, _ATOMS):
+        raise UnpatchableTarget(
+            f"GlobalPatch finds copies by identity, and {value!r} is everywhere; use AttributePatch"
+        )
+    return slots.require_value(value)
+
+
+def _held(value: Any) -> list[Slot]:
+    """Return the globals that hold ``value`` without a patch."""
+    found = [slots.attribute_slot(module, name) for module, name in slots.holders(value)]
+    return [slot for slot in found if stacks.find(slot) is None]
+
+
+def _adopt_imports(live: list[GlobalPatch]) -> None:
+    """Treat the globals that imported a replacement meanwhile as if they had been there before."""
+    bystanders = {place for patch in live for place in patch._bystanders}
+    for value in [patch._home.value for patch in live]:
+        for slot in _held(value):
+            if slot.place not in bystanders:
+                slot.write(live[0]._original)
+                for patch in live:
+                    patch._apply_copy(slot)
+
+
 class ForwardPatch(SlotPatch):
     """Run ``wrapper(wrapped, instance, args, kwargs)`` as the ``forward`` of one module.
 
-    ``wrapped`` is what lies below: the ``forward`` of the module's class, or whatever the instance
-    had before. The class is not touched, and the signature stays that of the stock ``forward``.
+    ``wrapped`` is what lies below: the ``forward`` that the module's class has on entering, or
+    whatever the instance had before. The class is not touched, and the signature stays that of the
+    stock ``forward``.
     """
 
     how = "forward"
 
     def __init__(self, module: nn.Module, wrapper: rebind.Wrapper) -> None:
-        if not isinstance(module, nn.Module):
-            raise UnpatchableTarget(
-                f"ForwardPatch needs an nn.Module, found {type(module).__qualname__}"
-            )
         if not callable(wrapper):
             raise UnpatchableTarget(f"the wrapper of a ForwardPatch is callable, found {wrapper!r}")
-        super().__init__(slots.attribute_slot(module, "forward"), create=False)
+        super().__init__(slots.attribute_slot(_require_module(module), "forward"))
         self.wrapper = wrapper
-        self._made: dict[Any, Any] = {}
+        self._made = _Last()
 
     def build(self, below: Any) -> Any:
         module = self.slot.owner
-        inner, own = _function_below(module, below)
+        inner, permanent = _function_below(module, "forward", below)
         if inner is None:
-            return reclass.bind(module, rebind.compose_over(below, self.wrapper))
-        if inner not in self._made:
-            self._made = {inner: rebind.compose(inner, self.wrapper, permanent=not own)}
-        return reclass.bind(module, self._made[inner])
+            make = functools.partial(rebind.compose_over, below, self.wrapper)
+            return reclass.bind(module, self._made.get(below, make))
+        make = functools.partial(rebind.compose, inner, self.wrapper, permanent=permanent)
+        return reclass.bind(module, self._made.get(inner, make))
 
 
 class RebindPatch(SlotPatch):
     """Let the ``forward`` of one module see other globals than its class does.
 
     ``replacements`` maps names that the code of ``forward`` reads from its module, such as free
-    functions, to what this one module shall find there.
+    functions, to what this one module shall find there. ``slot`` names another method.
     """
 
     how = "rebind"
@@ -219,22 +278,33 @@ class RebindPatch(SlotPatch):
     def __init__(
         self, module: nn.Module, replacements: Mapping[str, Any], *, slot: str = "forward"
     ) -> None:
-        super().__init__(slots.attribute_slot(module, slot), create=False)
+        super().__init__(slots.attribute_slot(_require_module(module), slot))
         self.replacements = dict(replacements)
+        self._made = _Last()
+
+    def check(self) -> None:
+        super().check()
+        stack = stacks.find(self.slot)
+        self._function(self.slot.read() if stack is None else stack.top)
 
     def build(self, below: Any) -> Any:
-        module = self.slot.owner
-        inner, own = _function_below(module, below)
-        if inner is None:
-            raise UnpatchableTarget(f"{self.slot} is no plain method: {below!r}")
-        function = rebind.rebind(inner, self.replacements, permanent=not own)
+        function = self._function(below)
         if self.slot.key == "forward":
-            return reclass.bind(module, function)
-        return types.MethodType(function, module)
+            return reclass.bind(self.slot.owner, function)
+        return types.MethodType(function, self.slot.owner)
+
+    def _function(self, below: Any) -> Any:
+        inner, permanent = _function_below(self.slot.owner, self.slot.key, below)
+        if not isinstance(inner, types.FunctionType):
+            raise UnpatchableTarget(f"{self.slot} is no plain method: {inner or below!r}")
+        make = functools.partial(rebind.rebind, inner, self.replacements, permanent=permanent)
+        function = self._made.get(inner, make)
+        rebind.refresh(function)
+        return function
 
 
 class LossPatch(AttributePatch):
-    """Replace the loss of one transformers model by ``fn(logits, labels, vocab_size, **kwargs)``."""
+    """Replace a transformers model's loss by ``fn(logits, labels, vocab_size, **kwargs)``."""
 
     how = "loss"
 
@@ -243,12 +313,31 @@ class LossPatch(AttributePatch):
         super().__init__(model, "_loss_function", fn, create=True)
 
 
-def _function_below(module: nn.Module, below: Any) -> tuple[Any, bool]:
-    """Return the function below that takes ``self``, or None, and whether the instance owns it."""
+class _Last:
+    """What was made last, and of what: entering again over the same function makes nothing new."""
+
+    def __init__(self) -> None:
+        self._of: Any = None
+        self._made: Any = None
+
+    def get(self, of: Any, make: Callable[[], Any]) -> Any:
+        if self._made is None or self._of is not of:
+            self._of, self._made = of, make()
+        return self._made
+
+
+def _require_module(module: Any) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise UnpatchableTarget(f"expected an nn.Module, found {type(module).__qualname__}")
+    return module
+
+
+def _function_below(module: nn.Module, name: str, below: Any) -> tuple[Any, bool]:
+    """Return the function below that takes ``self``, or None, and whether it is the class's."""
+    stock = getattr(reclass.stock_class(module), name, None)
     if below is MISSING:
-        return reclass.stock_class(module).forward, False
+        return stock, True
     if isinstance(below, types.MethodType) and below.__self__ is module:
-        function = below.__func__
-        # Under the wrapper that the module's class puts around every forward lies our own.
-        return (function.__wrapped__ if hasattr(function, "_opake_class") else function), True
-    return None, True
+        function = reclass.unwrap(below.__func__)
+        return function, function is stock
+    return None, False

@@ -9,15 +9,21 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch import nn
-
 from opake.engine import shared, stacks
-from opake.engine.patch import Patch
+from opake.engine.patch import Patch, SlotPatch
 from opake.engine.report import Change, Diff, Report, Row
-from opake.errors import AlreadyPatched, OpakeError, RestoreError, RestoreWarning
+from opake.errors import (
+    AlreadyPatched,
+    InvalidArgument,
+    OpakeError,
+    RestoreError,
+    RestoreWarning,
+    UnpatchableTarget,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,7 +49,9 @@ class PatchSet:
         self.patches = tuple(patches)
         for patch in self.patches:
             if not isinstance(patch, Patch):
-                raise TypeError(f"a PatchSet is made of Patch objects, found {patch!r}")
+                raise UnpatchableTarget(f"a PatchSet is made of Patch objects, found {patch!r}")
+        if len({id(patch) for patch in self.patches}) < len(self.patches):
+            raise InvalidArgument("the same Patch object is in the set twice; make one for each")
         self.strict = strict
         self.opened_at = ""
         self._applied: list[Patch] | None = None
@@ -57,16 +65,13 @@ class PatchSet:
 
     def patch(self) -> PatchSet:
         """Apply every patch, or none: if one raises, those before it are undone."""
-        with stacks.LOCK:
-            if self.applied:
-                raise AlreadyPatched(
-                    f"this set is applied already (opened at {self.opened_at}); unpatch it first, "
-                    "or build a second set"
-                )
-            for patch in self.patches:
-                patch.check()
-            self._applied = []
-            try:
+        begun = False
+        try:  # around everything: an interrupt may come when all is applied, before we return
+            with stacks.LOCK:
+                self._require_idle()
+                for patch in self.patches:
+                    patch.check()
+                begun, self._applied = True, []
                 self._anchor()
                 for patch in self.patches:
                     self._applied.append(patch)
@@ -74,10 +79,12 @@ class PatchSet:
                     patch.apply()
                 self.opened_at = _caller()
                 _LIVE.add(self)
-            except BaseException:
-                self._undo()
-                raise
-            return self
+                return self
+        except BaseException as error:
+            if begun:
+                with stacks.LOCK:
+                    self._undo().note_on(error)
+            raise
 
     def unpatch(self) -> None:
         """Undo every change; a second call does nothing.
@@ -85,64 +92,75 @@ class PatchSet:
         Raises :class:`~opake.errors.RestoreError` after trying every slot, if one failed.
         """
         with stacks.LOCK:
-            if not self.applied:
-                return
-            failed, left, interrupt = self._undo()
-        if interrupt is not None:
-            raise interrupt
-        if failed:
-            raise RestoreError(
-                "could not restore:\n" + "\n".join(f"  {note}" for note in failed)
-            ) from None
-        if left:
-            message = "left as somebody else wrote them:\n" + "\n".join(f"  {n}" for n in left)
-            if self.strict:
-                raise RestoreError(message)
-            warnings.warn(message, RestoreWarning, stacklevel=_depth())
+            outcome = self._undo()
+        outcome.tell(self.strict)
 
-    def _undo(self) -> tuple[list[str], list[str], BaseException | None]:
-        failed, left, interrupt = [], [], None
-        pending = self._applied or []
-        while pending:
-            patch = pending[-1]
+    def _require_idle(self) -> None:
+        if self.applied:
+            raise AlreadyPatched(
+                f"this set is applied already (opened at {self.opened_at}); unpatch it first, "
+                "or build a second set"
+            )
+        mine = {id(patch) for patch in self.patches}
+        for other in _LIVE:
+            shared_patch = next((p for p in other._applied or () if id(p) in mine), None)
+            if shared_patch is not None:
+                raise AlreadyPatched(
+                    f"{shared_patch!r} is applied already, by the set opened at "
+                    f"{other.opened_at}; a Patch object serves one live set at a time"
+                )
+
+    def _undo(self) -> _Outcome:
+        outcome = _Outcome()
+        while self._applied is not None:
             try:
-                note = patch.revert()
-                if note:
-                    left.append(note)
-            except Exception as error:
-                failed.append(f"{patch!r}: {type(error).__name__}: {error}")
-            except BaseException as error:
-                if interrupt is None:
-                    interrupt = error
-                    continue  # once more: the interrupt may have come before the write
-                failed.append(f"{patch!r}: {type(error).__name__}: {error}")
+                self._undo_last(self._applied, outcome)
+            except BaseException as error:  # an interrupt: go on, raise it at the end
+                outcome.interrupt = outcome.interrupt or error
+        return outcome
+
+    def _undo_last(self, pending: list[Patch], outcome: _Outcome) -> None:
+        if not pending:
+            self._release()
+            _LIVE.discard(self)
+            self._applied = None
+            return
+        patch = pending[-1]
+        try:
+            note = patch.revert()
+        except Exception as error:
             pending.pop()
-        self._applied = None
-        self._release()
-        _LIVE.discard(self)
-        return failed, left, interrupt
+            outcome.fail(patch, error)
+        except BaseException as error:
+            if outcome.retried is not patch:
+                outcome.retried = patch
+                raise  # and once more: the interrupt may have come before the write
+            pending.pop()
+            outcome.fail(patch, error)
+        else:
+            pending.pop()
+            if note:
+                outcome.left.append(note)
 
     # ---- lifetime: a set lives as long as what it patched
 
     def _anchor(self) -> None:
-        modules = self._modules()
         for patch in self.patches:
-            if hasattr(patch, "holder"):
+            if isinstance(patch, SlotPatch):
                 # Only what a module owns may hold the set: a global slot would keep models alive.
-                patch.holder = self if isinstance(patch.slot.owner, nn.Module) else None
-        if not modules:
+                patch.holder = None if patch.process_wide else self
+        if any(isinstance(p, SlotPatch) and not p.process_wide for p in self.patches):
+            shared.watch(self, [patch for patch in self.patches if patch.process_wide])
+        else:
             _ANCHORED.append(self)
 
     def _release(self) -> None:
         for patch in self.patches:
-            if hasattr(patch, "holder"):
+            if isinstance(patch, SlotPatch):
                 patch.holder = None
+        shared.unwatch(self)
         if self in _ANCHORED:
             _ANCHORED.remove(self)
-
-    def _modules(self) -> list[nn.Module]:
-        owners = (getattr(getattr(patch, "slot", None), "owner", None) for patch in self.patches)
-        return [owner for owner in owners if isinstance(owner, nn.Module)]
 
     # ---- context manager, decorator, container
 
@@ -157,12 +175,15 @@ class PatchSet:
     ) -> None:
         try:
             self.unpatch()
-        except OpakeError as restore:
+        except (OpakeError, RestoreWarning) as restore:  # a warning, where warnings are errors
             if error is None:
                 raise
             # The exception of the body always gets out; what went wrong here rides along.
             error.add_note(f"opake: {restore}")
             logger.error("%s", restore)
+        finally:
+            if self.applied:  # interrupted before the first step
+                self._undo()
 
     def __call__(self, function: F) -> F:
         """Decorate ``function``: every call runs inside the set."""
@@ -171,11 +192,14 @@ class PatchSet:
             inspect.isgeneratorfunction,
             inspect.isasyncgenfunction,
         )
-        if isinstance(function, type) or any(kind(function) for kind in kinds):
-            raise TypeError(
+        run = getattr(type(function), "__call__", None)  # noqa: B004  # of a callable object
+        if isinstance(function, type) or any(kind(f) for kind in kinds for f in (function, run)):
+            raise UnpatchableTarget(
                 f"{function!r} returns before its body has run, so the patches would be gone; "
                 "use `with` inside it"
             )
+        if not callable(function):
+            raise UnpatchableTarget(f"a PatchSet decorates functions, found {function!r}")
 
         @functools.wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
@@ -206,11 +230,54 @@ class PatchSet:
 
     def diff(self) -> Diff:
         """Return the slots that are changed right now, with the values before and after."""
-        return Diff(Change(*change) for patch in self._applied or () for change in patch.changes())
+        changes = (change for patch in self._applied or () for change in patch.changes())
+        return Diff({change[0]: Change(*change) for change in changes}.values())
 
     def __repr__(self) -> str:
         state = f"applied at {self.opened_at}" if self.applied else "not applied"
         return f"<{type(self).__qualname__}: {len(self)} patches, {state}>"
+
+
+@dataclass
+class _Outcome:
+    """What happened while a set was undone."""
+
+    failed: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    cause: BaseException | None = None
+    interrupt: BaseException | None = None
+    retried: Patch | None = None
+
+    def fail(self, patch: Patch, error: BaseException) -> None:
+        self.cause = self.cause or error
+        self.failed.append(f"{patch!r}: {type(error).__name__}: {error}")
+
+    @property
+    def text(self) -> str:
+        lines = []
+        if self.failed:
+            lines += ["could not restore:", *(f"  {note}" for note in self.failed)]
+        if self.left:
+            lines += ["left as somebody else wrote them:", *(f"  {note}" for note in self.left)]
+        return "\n".join(lines)
+
+    def note_on(self, error: BaseException) -> None:
+        """Let ``error``, which made us undo, carry what went wrong meanwhile."""
+        if self.text:
+            error.add_note(f"opake: {self.text}")
+        if self.interrupt is not None:
+            raise self.interrupt from error
+
+    def tell(self, strict: bool) -> None:
+        """Raise or warn, once, about everything."""
+        if self.interrupt is not None:
+            if self.text:
+                self.interrupt.add_note(f"opake: {self.text}")
+            raise self.interrupt
+        if self.failed or (self.left and strict):
+            raise RestoreError(self.text) from self.cause
+        if self.left:
+            warnings.warn(self.text, RestoreWarning, stacklevel=_depth())
 
 
 def active() -> list[PatchSet]:

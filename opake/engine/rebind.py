@@ -1,7 +1,8 @@
-"""New functions made of old ones: a wrapper around a ``forward``, a ``forward`` with private globals.
+"""New functions made of old ones: a ``forward`` in a wrapper, a ``forward`` with private globals.
 
 Results are cached, so that entering a scope again installs the very same function and
-``torch.compile`` finds its graphs again.
+``torch.compile`` finds its graphs again. The cache is for ever, so only what lives for ever goes
+in: functions of classes, wrapped by functions of modules. The patches themselves keep the rest.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from opake.engine.splice import contents
 from opake.errors import MissingTarget
 
 Wrapper = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
 
-_COMPOSED: dict[tuple[Any, Any], Any] = {}
+_COMPOSED: dict[tuple[Any, Any], types.FunctionType] = {}
 _PERMANENT: set[types.FunctionType] = set()
 
 
@@ -26,7 +28,7 @@ def compose(inner: Any, wrapper: Wrapper, *, permanent: bool) -> types.FunctionT
     ``inner`` takes ``self``. The result is cached for ever where ``inner`` is ``permanent`` (it
     came from a class, not from an instance) and ``wrapper`` is a module-level function.
     """
-    permanent = (permanent or inner in _PERMANENT) and _is_module_level(wrapper)
+    permanent = (permanent or inner in _PERMANENT) and _is_permanent(wrapper)
     if permanent and (inner, wrapper) in _COMPOSED:
         return _COMPOSED[inner, wrapper]
 
@@ -59,70 +61,90 @@ def compose_over(inner: Callable[..., Any], wrapper: Wrapper) -> types.FunctionT
 def rebind(function: Any, replacements: Mapping[str, Any], *, permanent: bool = True) -> Any:
     """Return a copy of ``function`` that sees ``replacements`` in place of its module's globals.
 
-    The function that reads the names may sit at the bottom of a chain of decorators: every
-    function on the way is copied with it, and nothing of the original is written.
+    The functions that read the names may sit anywhere in a chain of decorators: every function
+    on the way is copied with them, and nothing of the original is written. The other globals are
+    those that the module has now; calling again brings them up to date.
     Raises :class:`~opake.errors.MissingTarget` where no function of the chain reads them.
     """
-    permanent = permanent or function in _PERMANENT
-    key = (function, tuple(sorted(replacements.items(), key=lambda item: item[0])))
-    clone = _COMPOSED.get(key) if permanent else None
+    permanent = (permanent or function in _PERMANENT) and all(
+        map(_is_permanent, replacements.values())
+    )
+    # Names are unique, so sorting never compares two functions.
+    key = (function, tuple(sorted(replacements.items()))) if permanent else None
+    clone: Any = _COMPOSED.get(key) if key is not None else None
     if clone is None:
-        clone = _clone(function, replacements)
-        if clone is None:
+        cloner = _Cloner(replacements)
+        clone = cloner.clone(function)
+        if clone is function:
             raise MissingTarget(
                 f"{function.__module__}.{function.__qualname__} reads none of "
                 f"{', '.join(replacements)}"
             )
-        if permanent:
+        clone._opake_cloner = cloner
+        if key is not None:
             _COMPOSED[key] = clone
             _PERMANENT.add(clone)
-    _refresh(clone)
+    refresh(clone)
     return clone
 
 
-def _clone(function: types.FunctionType, replacements: Mapping[str, Any]) -> Any:
-    read = _names(function.__code__) & set(replacements) & set(function.__globals__)
-    if read:
-        namespace = {**function.__globals__, **replacements}
-        clone = _copy(function, namespace, function.__closure__)
-        clone._opake_origin = (function.__globals__, dict(replacements))  # type: ignore[attr-defined]
-        return clone
-    for index, cell in enumerate(function.__closure__ or ()):
-        inner = _contents(cell)
-        if not isinstance(inner, types.FunctionType):
-            continue
-        clone = _clone(inner, replacements)
-        if clone is not None:
-            cells = list(function.__closure__ or ())
-            cells[index] = types.CellType(clone)
-            outer = _copy(function, function.__globals__, tuple(cells))
-            if getattr(outer, "__wrapped__", None) is inner:
-                outer.__wrapped__ = clone  # type: ignore[attr-defined]
-            outer._opake_inner = clone  # type: ignore[attr-defined]
-            return outer
-    return None
-
-
-def _copy(function: types.FunctionType, namespace: Any, cells: Any) -> types.FunctionType:
-    clone = types.FunctionType(
-        function.__code__, namespace, function.__name__, function.__defaults__, cells
-    )
-    clone.__kwdefaults__ = function.__kwdefaults__
-    functools.update_wrapper(clone, function)
-    if "__wrapped__" in vars(function):
-        clone.__wrapped__ = function.__wrapped__  # type: ignore[attr-defined]
-    else:
-        del clone.__wrapped__  # type: ignore[attr-defined]
-    return clone
-
-
-def _refresh(clone: Any) -> None:
+def refresh(clone: Any) -> None:
     """Take up what the module's globals have become since the clone was made."""
-    while not hasattr(clone, "_opake_origin"):
-        clone = clone._opake_inner
-    live, replacements = clone._opake_origin
-    clone.__globals__.update(live)
-    clone.__globals__.update(replacements)
+    cloner: _Cloner = clone._opake_cloner
+    for live, private in cloner.namespaces.values():
+        private.update(live)
+        private.update(cloner.replacements)
+
+
+class _Cloner:
+    """Copies functions, and what they close over, for one set of replacements."""
+
+    def __init__(self, replacements: Mapping[str, Any]) -> None:
+        self.replacements = dict(replacements)
+        self.namespaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        self._made: dict[types.FunctionType, Any] = {}
+
+    def clone(self, function: Any) -> Any:
+        """Return a copy of ``function``, or ``function`` where nothing of it reads the names."""
+        if not isinstance(function, types.FunctionType):
+            return function
+        if function in self._made:
+            return self._made[function]
+        self._made[function] = function  # a function may close over itself
+        old = [(cell, contents(cell)) for cell in function.__closure__ or ()]
+        new = [(cell, held, self.clone(held)) for cell, held in old]
+        cells = tuple(cell if to is held else types.CellType(to) for cell, held, to in new)
+        space = self._namespace(function)
+        if space is function.__globals__ and all(to is held for _, held, to in new):
+            return function
+        made = self._made[function] = _copy(function, space, cells)
+        if "__wrapped__" in vars(made):
+            made.__wrapped__ = self.clone(made.__wrapped__)  # type: ignore[attr-defined]
+        return made
+
+    def _namespace(self, function: types.FunctionType) -> dict[str, Any]:
+        live = function.__globals__
+        if not _names(function.__code__) & set(self.replacements) & set(live):
+            return live
+        return self.namespaces.setdefault(id(live), (live, dict(live)))[1]
+
+
+def _copy(
+    function: types.FunctionType, space: dict[str, Any], cells: tuple[types.CellType, ...]
+) -> types.FunctionType:
+    made = types.FunctionType(
+        function.__code__,
+        space,
+        function.__name__,
+        function.__defaults__,
+        cells if function.__closure__ else None,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    functools.update_wrapper(made, function, updated=())
+    del made.__wrapped__  # type: ignore[attr-defined]
+    # What the engine notes on a function is about that one function.
+    vars(made).update((k, v) for k, v in vars(function).items() if not k.startswith("_opake_"))
+    return made
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -133,16 +155,9 @@ def _names(code: types.CodeType) -> set[str]:
     return names
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
-
-
-def _is_module_level(function: Any) -> bool:
-    if getattr(function, "_opake_permanent", False):  # made by a cached factory
-        return True
+def _is_permanent(function: Any) -> bool:
+    if isinstance(function, type) or getattr(function, "_opake_permanent", False):
+        return True  # the mark: made by a cached factory
     return isinstance(function, types.FunctionType) and "<locals>" not in function.__qualname__
 
 

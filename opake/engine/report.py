@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, overload
 
+from opake.engine.slots import MISSING
+
 Status = Literal["on", "off", "skipped"]
 
 
@@ -89,6 +91,10 @@ class Diff(tuple[Change, ...]):
 
 
 def _short(value: object) -> str:
+    if value is MISSING:
+        return "absent"
     name = getattr(value, "__qualname__", None)
-    text = f"{getattr(value, '__module__', '')}.{name}" if name else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    if name:
+        return f"{getattr(value, '__module__', '')}.{name} at {id(value):#x}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"<{type(value).__qualname__} at {id(value):#x}>"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import MutableMapping
+from collections import ChainMap
+from collections.abc import Hashable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from opake.errors import MissingTarget, UnpatchableTarget
+from opake.errors import InvalidArgument, MissingTarget, UnpatchableTarget
 
 
 class _Missing:
@@ -35,6 +36,11 @@ class Slot:
     owner: Any
     key: Any
 
+    @property
+    def place(self) -> Hashable:
+        """What two slots of the same place have in common, however they name their owner."""
+        return type(self), id(self.owner), self.key
+
     def read(self) -> Any:
         """Return the raw value, or :data:`MISSING`."""
         raise NotImplementedError
@@ -46,6 +52,10 @@ class Slot:
     def inherited(self) -> bool:
         """Tell whether a lookup finds a value that the slot itself does not hold."""
         return False
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Tell whether two values, read from the slot or written to it, are one."""
+        return one is other
 
     def __str__(self) -> str:
         return f"{_owner_name(self.owner)}.{self.key}"
@@ -64,11 +74,16 @@ class ClassSlot(Slot):
             type.__setattr__(self.owner, self.key, value)
 
     def inherited(self) -> bool:
-        return any(self.key in vars(base) for base in self.owner.__mro__)
+        return _in_mro(self.owner, self.key)
 
 
 class NamespaceSlot(Slot):
     """A name in the ``__dict__`` of a module or of an instance."""
+
+    @property
+    def place(self) -> Hashable:
+        # The same as that of an item of this dict: people patch globals() too.
+        return ItemSlot, id(vars(self.owner)), self.key
 
     def read(self) -> Any:
         return vars(self.owner).get(self.key, MISSING)
@@ -81,7 +96,8 @@ class NamespaceSlot(Slot):
             vars(self.owner)[self.key] = value
 
     def inherited(self) -> bool:
-        return hasattr(self.owner, self.key)
+        # The class first: hasattr alone would run a cached_property, which stores its result.
+        return _in_mro(type(self.owner), self.key) or hasattr(self.owner, self.key)
 
 
 class MemberSlot(Slot):
@@ -107,7 +123,7 @@ class ItemSlot(Slot):
     """A key of a mutable mapping."""
 
     def read(self) -> Any:
-        return self.owner[self.key] if self.key in self.owner else MISSING
+        return MISSING if self._shared() or self.key not in self.owner else self.owner[self.key]
 
     def write(self, value: Any) -> None:
         if value is MISSING:
@@ -115,8 +131,41 @@ class ItemSlot(Slot):
         else:
             self.owner[self.key] = value
 
+    def inherited(self) -> bool:
+        return self._shared()
+
+    def same(self, one: Any, other: Any) -> bool:
+        # os.environ and its like make a new str at every reading.
+        made_anew = type(one) is type(other) is str and not isinstance(self.owner, dict)
+        return one is other or (made_anew and one == other)
+
+    def _shared(self) -> bool:
+        # A registry may keep entries on its class and write to the instance, as transformers' do.
+        # Such a key is absent from the instance, and has to be absent again.
+        if isinstance(self.owner, dict) or self.key not in self.owner:
+            return False
+        own = getattr(self.owner, "__dict__", {}).values()
+        return not _any_dict_holds(own, self.key) and any(
+            _any_dict_holds(vars(base).values(), self.key) for base in type(self.owner).__mro__
+        )
+
     def __str__(self) -> str:
         return f"{_owner_name(self.owner)}[{self.key!r}]"
+
+
+class ChainSlot(ItemSlot):
+    """A key of the first mapping of a ``ChainMap``, the one that it writes to."""
+
+    def __init__(self, chain: ChainMap[Any, Any], key: Any) -> None:
+        super().__init__(chain.maps[0], key)
+        object.__setattr__(self, "chain", chain)
+
+    @property
+    def place(self) -> Hashable:
+        return ItemSlot, id(self.owner), self.key
+
+    def inherited(self) -> bool:
+        return self.key in self.chain  # type: ignore[attr-defined]
 
 
 def attribute_slot(owner: Any, name: str) -> Slot:
@@ -132,7 +181,9 @@ def attribute_slot(owner: Any, name: str) -> Slot:
     if isinstance(owner, types.ModuleType):
         return NamespaceSlot(owner, name)
     descriptor = _data_descriptor(type(owner), name)
-    if isinstance(descriptor, types.MemberDescriptorType):
+    if isinstance(descriptor, types.MemberDescriptorType) and not _is_builtin(
+        descriptor.__objclass__
+    ):
         return MemberSlot(owner, name)
     if descriptor is not None:
         raise UnpatchableTarget(
@@ -150,7 +201,11 @@ def item_slot(mapping: Any, key: Any) -> ItemSlot:
         raise UnpatchableTarget(
             f"ItemPatch needs a mutable mapping, found {type(mapping).__qualname__}"
         )
-    return ItemSlot(mapping, key)
+    try:
+        hash(key)
+    except TypeError as error:
+        raise UnpatchableTarget(f"a key of a mapping is hashable, found {key!r}") from error
+    return ChainSlot(mapping, key) if isinstance(mapping, ChainMap) else ItemSlot(mapping, key)
 
 
 def require_present(slot: Slot, *, create: bool) -> None:
@@ -159,31 +214,11 @@ def require_present(slot: Slot, *, create: bool) -> None:
         raise MissingTarget(f"{slot} does not exist; pass create=True to add it")
 
 
-def _class_slot(owner: type, name: str) -> ClassSlot:
-    if owner.__flags__ & (1 << 8):  # Py_TPFLAGS_IMMUTABLETYPE
-        raise UnpatchableTarget(f"{owner.__qualname__} is a builtin type: its attributes are fixed")
-    if _data_descriptor(type(owner), name) is not None:
-        raise UnpatchableTarget(f"{owner.__qualname__}.{name} is managed by the type itself")
-    return ClassSlot(owner, name)
-
-
-def _data_descriptor(cls: type, name: str) -> Any:
-    for base in cls.__mro__:
-        if name in vars(base):
-            found = vars(base)[name]
-            is_data = hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
-            return found if is_data else None
-    return None
-
-
-def _owner_name(owner: Any) -> str:
-    if isinstance(owner, type):
-        return f"{owner.__module__}.{owner.__qualname__}"
-    if isinstance(owner, types.ModuleType):
-        return owner.__name__
-    if isinstance(owner, MutableMapping):
-        return f"<{type(owner).__qualname__} of {len(owner)}>"
-    return f"<{type(owner).__qualname__} at {id(owner) % 2**32:#x}>"
+def require_value(value: Any) -> Any:
+    """Return ``value``; a patch replaces or adds, it does not delete."""
+    if value is MISSING:
+        raise InvalidArgument("MISSING is no value to patch in: a patch cannot delete")
+    return value
 
 
 def holders(value: Any) -> list[tuple[types.ModuleType, str]]:
@@ -195,3 +230,45 @@ def holders(value: Any) -> list[tuple[types.ModuleType, str]]:
         for name, held in list(vars(module).items())
         if held is value
     ]
+
+
+def _class_slot(owner: type, name: str) -> ClassSlot:
+    if _is_builtin(owner):
+        raise UnpatchableTarget(f"{owner.__qualname__} is a builtin type: its attributes are fixed")
+    if _data_descriptor(type(owner), name) is not None:
+        raise UnpatchableTarget(f"{owner.__qualname__}.{name} is managed by the type itself")
+    return ClassSlot(owner, name)
+
+
+def _is_builtin(cls: type) -> bool:
+    return bool(cls.__flags__ & (1 << 8))  # Py_TPFLAGS_IMMUTABLETYPE
+
+
+def _in_mro(cls: type, name: str) -> bool:
+    for base in cls.__mro__:  # noqa: SIM110  # any() is slower, and this runs for every patch
+        if name in base.__dict__:
+            return True
+    return False
+
+
+def _data_descriptor(cls: type, name: str) -> Any:
+    for base in cls.__mro__:
+        if name in vars(base):
+            found = vars(base)[name]
+            is_data = hasattr(type(found), "__set__") or hasattr(type(found), "__delete__")
+            return found if is_data else None
+    return None
+
+
+def _any_dict_holds(values: Any, key: Any) -> bool:
+    return any(isinstance(value, dict) and key in value for value in list(values))
+
+
+def _owner_name(owner: Any) -> str:
+    if isinstance(owner, type):
+        return f"{owner.__module__}.{owner.__qualname__}"
+    if isinstance(owner, types.ModuleType):
+        return owner.__name__
+    if isinstance(owner, MutableMapping):
+        return f"<{type(owner).__qualname__} of {len(owner)}>"
+    return f"<{type(owner).__qualname__} at {id(owner) % 2**32:#x}>"

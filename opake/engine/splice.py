@@ -1,8 +1,8 @@
 """Wrappers that other libraries put around a patched ``forward`` inside a scope.
 
-accelerate's hooks and mixed precision keep the ``forward`` they found and put their own in its
-place. When our layer leaves, what they kept has to become what lies below it. They are known by
-the attributes they leave; nothing of accelerate is imported.
+accelerate's hooks and mixed precision, and opake's own ``with_batch_dim``, keep the ``forward``
+they found and put their own in its place. When our layer leaves, what they kept has to become
+what lies below it. They are known by the attributes they leave; nothing of them is imported.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from opake.engine.reclass import stock_class
-from opake.engine.slots import MISSING
+from opake.engine.reclass import KEPT, below
 
-KEPT = ("_old_forward", "_original_forward")
-"""Instance attributes under which accelerate keeps the ``forward`` it replaced."""
+MARK = "_opake_with_batch_dim"
+"""The attribute by which ``opake.functional.with_batch_dim`` marks its wrappers."""
+
+_Pairs = list[tuple[Any, Any]]
 
 
 def splice(module: nn.Module, old: Any, new: Any) -> bool:
@@ -27,27 +28,26 @@ def splice(module: nn.Module, old: Any, new: Any) -> bool:
     ``old`` and ``new`` are values of the module's ``forward`` slot; MISSING stands for the
     ``forward`` of its class.
     """
-    if not any(name in vars(module) for name in KEPT):
-        return False
-    if new is MISSING:
-        new = types.MethodType(stock_class(module).forward, module)
+    attributes = vars(module)
+    new = below(module, new)
     pairs = [(old, new)]
     if isinstance(old, types.MethodType):
-        pairs.append((old.__func__, getattr(new, "__func__", new)))
-    hits = 0
-    for name in KEPT:
-        for before, after in pairs:
-            if vars(module).get(name) is before:
-                vars(module)[name] = after
-                hits += 1
-    for holder in _chain(vars(module).get("forward")):
-        hits += _replace(holder, pairs)
+        pairs.append((old.__func__, getattr(new, "__func__", None) or _taking_self(new)))
+    chain = list(_chain(attributes.get("forward"), pairs))
+    if not any(name in attributes for name in KEPT) and not any(map(_is_marked, chain)):
+        return False
+    kept = {name: attributes[name] for name in KEPT if name in attributes}
+    hits = _replace_values(attributes, kept, pairs)
+    for holder in chain:
+        hits += _replace_cells(holder, pairs)
+        if hasattr(holder, "__dict__"):
+            hits += _replace_values(vars(holder), dict(vars(holder)), pairs)
     return hits > 0
 
 
-def _chain(start: Any) -> Iterator[Any]:
-    """Yield every function and callable object reachable through wrappers."""
-    todo, seen = [start], set()
+def _chain(start: Any, pairs: _Pairs) -> Iterator[Any]:
+    """Yield every function and callable object around the old values of ``pairs``."""
+    todo, seen = [start], {id(old) for old, _ in pairs}
     while todo:
         item = todo.pop()
         if id(item) in seen or item is None or isinstance(item, nn.Module | type):
@@ -60,27 +60,48 @@ def _chain(start: Any) -> Iterator[Any]:
             todo.append(item.func)
         elif isinstance(item, types.FunctionType):
             todo.append(getattr(item, "__wrapped__", None))
-            todo.extend(v for v in map(_contents, item.__closure__ or ()) if callable(v))
+            todo.extend(v for v in map(contents, item.__closure__ or ()) if callable(v))
         elif hasattr(item, "__dict__") and hasattr(item, "__wrapped__"):
             todo.extend(v for v in vars(item).values() if callable(v))
 
 
-def _replace(holder: Any, pairs: list[tuple[Any, Any]]) -> int:
+def _replace_values(target: dict[str, Any], looked_at: dict[str, Any], pairs: _Pairs) -> int:
     hits = 0
-    for before, after in pairs:
-        for cell in getattr(holder, "__closure__", None) or ():
-            if _contents(cell) is before:
-                cell.cell_contents = after
+    for name, value in looked_at.items():
+        for before, after in pairs:
+            if value is before:
+                target[name] = after
                 hits += 1
-        attributes = vars(holder) if hasattr(holder, "__dict__") else {}
-        for name in [name for name, value in attributes.items() if value is before]:
-            attributes[name] = after
-            hits += 1
     return hits
 
 
-def _contents(cell: Any) -> Any:
+def _replace_cells(holder: Any, pairs: _Pairs) -> int:
+    hits = 0
+    for cell in getattr(holder, "__closure__", None) or ():
+        for before, after in pairs:
+            if contents(cell) is before:
+                cell.cell_contents = after
+                hits += 1
+    return hits
+
+
+def _taking_self(forward: Any) -> Any:
+    """Return ``forward``, which takes no ``self``, as a function that does."""
+
+    @functools.wraps(forward, updated=())
+    def function(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return function
+
+
+def _is_marked(function: Any) -> bool:
+    return MARK in getattr(function, "__dict__", {})
+
+
+def contents(cell: types.CellType) -> Any:
+    """Return what a closure cell holds, None where it is empty."""
     try:
         return cell.cell_contents
-    except ValueError:  # an empty cell
+    except ValueError:
         return None

@@ -10,7 +10,8 @@ alive; those of any other owner live in a table here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
@@ -21,79 +22,113 @@ from opake.engine.slots import MISSING, Slot
 from opake.engine.splice import splice
 from opake.errors import ForeignWrite
 
-_STACKS: dict[tuple[int, Any], Stack] = {}
+_STACKS: dict[Hashable, Stack] = {}
 
 
 class Layer:
     """One live patch on a slot: ``build(below)`` makes its value from the value beneath it."""
 
-    __slots__ = ("build", "keepalive", "value")
+    __slots__ = ("build", "keepalive", "stack", "value")
 
     def __init__(self, build: Callable[[Any], Any], keepalive: Any = None) -> None:
         self.build = build
         self.keepalive = keepalive
         self.value: Any = MISSING
+        self.stack: Stack | None = None
 
 
 class Stack:
     """The base value of a slot and the layers on it, bottom first."""
 
-    __slots__ = ("_pending", "base", "layers", "slot", "surrendered", "written")
+    __slots__ = ("_pending", "_reported", "_stale", "base", "layers", "place", "slot", "written")
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+        self.place = slot.place
         self.base = slot.read()
         self.written = self.base
-        self._pending = self.base
         self.layers: list[Layer] = []
-        self.surrendered = False
+        self._pending = self.base
+        self._stale: list[Any] = []
+        self._reported: Any = self
 
     def is_ours(self, value: Any) -> bool:
         """Tell whether ``value``, just read from the slot, is what we put there."""
-        return not self.surrendered and (value is self.written or value is self._pending)
+        if value is self.written or value is self._pending:
+            return True
+        return any(self.slot.same(value, known) for known in (self.written, *self._stale))
 
-    def require_ours(self) -> None:
-        """Raise :class:`~opake.errors.ForeignWrite` where somebody else wrote the slot."""
-        if not self.is_ours(self.slot.read()):
+    def require_ours(self) -> Any:
+        """Return what the slot holds; ForeignWrite where somebody else wrote it."""
+        found = self.slot.read()
+        if not self.is_ours(found):
             raise ForeignWrite(
                 f"{self.slot} was rewritten while patched; undo that, or leave the patches on it, "
                 "before patching it again"
             )
+        return found
+
+    @property
+    def top(self) -> Any:
+        """What the slot is meant to hold now."""
+        return self.layers[-1].value if self.layers else self.base
 
     def push(self, layer: Layer) -> None:
         """Put ``layer`` on top; raises as :meth:`require_ours`."""
-        self.require_ours()
-        layer.value = layer.build(self.written)
+        found = self.require_ours()
+        layer.value = layer.build(self.top)
         self.layers.append(layer)
-        self._write(layer.value)
+        self._write(found, layer.value)
 
     def remove(self, layer: Layer) -> bool:
-        """Take ``layer`` out. Returns False where somebody else's value was left in the slot."""
+        """Take ``layer`` out. Returns False where somebody else's value is left in the slot.
+
+        Each such value is reported once, to whichever layer leaves first.
+        """
         index = self.layers.index(layer)
-        rest = self.layers[index + 1 :]
         value = self.layers[index - 1].value if index else self.base
-        if not self.surrendered:
-            for above in rest:
-                value = above.value = above.build(value)
-            if self.is_ours(self.slot.read()):
-                self._write(value)
-            elif self._splice(value):
-                self.written = self._pending = value
-            else:
-                self.surrendered = True
+        values, failure = [], None
+        for above in self.layers[index + 1 :]:
+            try:
+                value = above.build(value)
+            except Exception as error:
+                # That layer keeps what it made last; ours leaves all the same.
+                value, failure = above.value, error
+            values.append(value)
+        restored = self._settle(value)
+        for above, value in zip(self.layers[index + 1 :], values, strict=True):
+            above.value = value
         del self.layers[index]
-        return not self.surrendered
+        if failure is not None:
+            raise failure
+        return restored
+
+    def _settle(self, value: Any) -> bool:
+        """Bring ``value`` into the slot, or into what a known wrapper put around ours."""
+        found = self.slot.read()
+        if self.is_ours(found):
+            self._write(found, value)
+            return True
+        known = self.slot.same(found, value) or self._splice(value)
+        if not known:
+            self._stale.append(self.written)  # whoever wrote over it may put it back
+        self.written = self._pending = value
+        if known or self.slot.same(found, self._reported):
+            return True
+        self._reported = found
+        return False
 
     def _splice(self, value: Any) -> bool:
         if self.slot.key != "forward" or not isinstance(self.slot.owner, nn.Module):
             return False
         return splice(self.slot.owner, self.written, value)
 
-    def _write(self, value: Any) -> None:
-        # Both the old and the new value count as ours until the write is known to have happened:
-        # an interrupt may arrive between any two lines.
+    def _write(self, found: Any, value: Any) -> None:
+        # Both what is there and what comes count as ours until the write is known to have
+        # happened: an interrupt may arrive between any two lines.
+        self.written = found
         self._pending = value
-        if self.slot.read() is not value:
+        if found is not value:
             self.slot.write(value)
         self.written = value
 
@@ -101,17 +136,16 @@ class Stack:
 def push(slot: Slot, layer: Layer) -> None:
     """Push ``layer`` on the stack of ``slot``, creating the stack if there is none."""
     with LOCK:
-        table, key = _table(slot)
-        stack = table.get(key)
         try:
+            stack = find(slot)
             if stack is None:
-                stack = table[key] = Stack(slot)
+                stack = Stack(slot)
+                _enter(stack)
+            layer.stack = stack
             stack.push(layer)
             _follow(stack)
         except BaseException:
-            if stack is not None and layer in stack.layers:
-                stack.remove(layer)
-            _drop_if_empty(slot)
+            remove(slot, layer)
             raise
 
 
@@ -121,21 +155,22 @@ def remove(slot: Slot, layer: Layer) -> bool:
     A layer that is not there (any more) counts as restored.
     """
     with LOCK:
-        stack = find(slot)
-        if stack is None or layer not in stack.layers:
-            _drop_if_empty(slot)
-            return True
-        restored = stack.remove(layer)
-        _follow(stack)
-        _drop_if_empty(slot)
-        return restored
+        stack = layer.stack or find(slot)
+        try:
+            present = stack is not None and layer in stack.layers
+            return stack.remove(layer) if stack is not None and present else True
+        finally:
+            # Also where the layer is gone: an interrupt may have come right after it left.
+            _follow(stack)
+            if stack is None or not stack.layers:
+                _drop(slot, stack)
 
 
 def find(slot: Slot) -> Stack | None:
     """Return the live stack of ``slot``."""
     if isinstance(slot.owner, nn.Module):
         return reclass.table(slot.owner).get(slot.key)
-    return _STACKS.get((id(slot.owner), slot.key))
+    return _STACKS.get(slot.place)
 
 
 def base(slot: Slot) -> Any:
@@ -144,22 +179,27 @@ def base(slot: Slot) -> Any:
     return slot.read() if stack is None else stack.base
 
 
-def _table(slot: Slot) -> tuple[dict[Any, Stack], Any]:
-    if isinstance(slot.owner, nn.Module):
-        return reclass.adopt(slot.owner), slot.key
-    return _STACKS, (id(slot.owner), slot.key)
+def globals_over(value: Any) -> list[Stack]:
+    """Return the live stacks on module globals whose base is ``value``."""
+    found = [stack for stack in _STACKS.values() if stack.base is value]
+    return [stack for stack in found if isinstance(stack.slot.owner, types.ModuleType)]
 
 
-def _follow(stack: Stack) -> None:
-    if isinstance(stack.slot.owner, nn.Module) and stack.slot.key == "forward":
-        reclass.follow_forward(stack.slot.owner)
+def _enter(stack: Stack) -> None:
+    if isinstance(stack.slot.owner, nn.Module):
+        reclass.adopt(stack.slot.owner)[stack.slot.key] = stack
+    else:
+        _STACKS[stack.place] = stack
 
 
-def _drop_if_empty(slot: Slot) -> None:
-    stack = find(slot)
-    if stack is not None and stack.layers:
-        return
+def _drop(slot: Slot, stack: Stack | None) -> None:
     if isinstance(slot.owner, nn.Module):
         reclass.release(slot.owner, slot.key)
-    elif stack is not None:
-        del _STACKS[(id(slot.owner), slot.key)]
+    elif stack is not None and _STACKS.get(stack.place) is stack:
+        del _STACKS[stack.place]
+
+
+def _follow(stack: Stack | None) -> None:
+    if stack is None or stack.slot.key != "forward" or not isinstance(stack.slot.owner, nn.Module):
+        return
+    reclass.follow_forward(stack.slot.owner, stack.top)
