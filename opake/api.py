@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from opake.engine import PatchSet, Report, stacks
+from opake.engine import AttributePatch, Patch, PatchSet, Report, stacks
 from opake.engine.slots import ClassSlot
 from opake.errors import AlreadyPatched
 from opake.flags import Flags, resolve
@@ -113,33 +113,32 @@ class ModelScope(Scope):
 
     def __init__(self, model: nn.Module, flags: Flags, *, strict: bool = False) -> None:
         # Weakly: a scope that is lost must not keep its model alive.
-        self._inner = weakref.ref(find_model(model) or model)
-        self._model = weakref.ref(model)
+        self.model = model
+        self._inner = find_model(model) or model
         super().__init__(flags, strict=strict)
 
-    @property
-    def model(self) -> nn.Module:
-        """The model that was passed in."""
-        model = self._model()
-        if model is None:
-            raise ReferenceError("the model of this scope is gone")
-        return model
-
     def _plan(self, flags: Flags) -> Plan:
-        return plan_model(self.model, flags)
+        plan = plan_model(self.model, flags)
+        if plan.patches and not any(_is_owned_by_a_module(patch) for patch in plan.patches):
+            # A live scope is held by what it patched: here nothing else would die with the model.
+            plan.patches.append(AttributePatch(self._inner, "_opake_scope", True, create=True))
+        return plan
+
+    def _anchor(self) -> None:
+        if self.patches:
+            super()._anchor()
 
     def _live(self) -> Scope | None:
-        live = _live_scope(self._inner())
+        live = _live_scope(self._inner)
         if live is not None and live.flags != self.flags:
             raise self._conflict(live, "the model", "leave it first, or call opake.unpatch(model)")
         return live
 
     def _announce(self) -> None:
-        _SCOPES[id(self._inner())] = self
+        _SCOPES[id(self._inner)] = self
 
     def __repr__(self) -> str:
-        model = self._model()
-        name = type(model).__qualname__ if model is not None else "a lost model"
+        name = type(self.model).__qualname__
         state = f"applied at {self.opened_at}" if self.applied else "not applied"
         return f"<opake.patched({name}): {len(self)} patches, {state}>"
 
@@ -192,9 +191,13 @@ _SCOPES: weakref.WeakValueDictionary[int, ModelScope] = weakref.WeakValueDiction
 
 def _live_scope(inner: Any) -> ModelScope | None:
     scope = _SCOPES.get(id(inner))
-    if scope is not None and scope.applied and scope._inner() is inner:
+    if scope is not None and scope.applied and scope._inner is inner:
         return scope
     return None
+
+
+def _is_owned_by_a_module(patch: Patch) -> bool:
+    return isinstance(getattr(getattr(patch, "slot", None), "owner", None), nn.Module)
 
 
 def patched(

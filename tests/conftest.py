@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
+
+with warnings.catch_warnings():  # torch 2.11 uses what it deprecates while dynamo is set up
+    warnings.simplefilter("ignore", DeprecationWarning)
+    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -153,15 +153,21 @@ def _largest(x: Tensor) -> Tensor:
     return x.where(x.isfinite(), 0).amax(1)
 
 
-def assert_exact(found: Result, expected: Result, *, floor: float = 1e-3) -> None:
-    """Assert that dtypes agree and that losses and gradients are exact."""
+def assert_exact(
+    found: Result, expected: Result, *, floor: float = 1e-3, noise: float = 0.0
+) -> None:
+    """Assert that dtypes agree and that losses and gradients are exact.
+
+    ``noise`` is how far ``expected`` itself is from the truth: where its gradients cancel to
+    nothing, the rounding of both sides is all that is left to compare, hence twice that.
+    """
     assert found.losses.dtype == expected.losses.dtype
     for name, grad in expected.grads.items():
         assert found.grads[name].dtype == grad.dtype, name
     bar = max(GRADIENT_BAR[grad.dtype] for grad in expected.grads.values())
     loss, gradient = errors(found, expected, floor=floor)
     assert loss <= LOSS_BAR, f"loss is off by {loss:.2e}"
-    assert gradient <= bar, f"a gradient is off by {gradient:.2e}"
+    assert gradient <= max(bar, 2 * noise), f"a gradient is off by {gradient:.2e}"
 
 
 def same_bits(found: Any, expected: Any) -> bool:

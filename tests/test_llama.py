@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import (
+    GRADIENT_BAR,
     Result,
     Snapshot,
     assert_exact,
@@ -49,6 +50,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import opake
+from opake.compat.attention import SDPA, sdpa
 from opake.errors import PackedSequences
 
 VOCAB, LENGTH = 19, 6
@@ -89,6 +91,10 @@ def make(
         "pad_token_id": PAD,
     }
     return cls(LlamaConfig(**{**small, **config}, attn_implementation=attn)).to(dtype)
+
+
+BYSTANDER = make()
+"""A model that a scope is opened for, to look at others meanwhile."""
 
 
 def tokens(size: int = 4, length: int = LENGTH, *, seed: int = 1) -> Tensor:
@@ -197,7 +203,7 @@ def test_the_floor_of_a_gradient_is_a_thousandth_of_its_examples_largest() -> No
 
 def test_the_reference_refuses_to_run_in_a_scope() -> None:
     model = make()
-    with opake.patched(make()), pytest.raises(AssertionError, match="stock"):
+    with opake.patched(BYSTANDER), pytest.raises(AssertionError, match="stock"):
         stock_loop(model, unpadded())
 
 
@@ -223,8 +229,17 @@ def assert_loops(
     """Assert that the patched model, given a batch dimension or none, has the loop's numbers."""
     expected = stock_loop(model, batch, loss_of, **options)
     with opake.patched(model, **(flags or {})), torch.no_grad():
-        for batched in (True, False):
-            assert_exact(per_example(model, batch, loss_of, batched=batched, **options), expected)
+        found = [
+            per_example(model, batch, loss_of, batched=batched, **options)
+            for batched in (True, False)
+        ]
+    noise = 0.0
+    if model.dtype == torch.float32 and errors(found[0], expected)[1] > GRADIENT_BAR[model.dtype]:
+        wide = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
+        truth = stock_loop(copy.deepcopy(model).double(), wide, loss_of, **options)
+        noise = errors(expected, truth)[1]
+    for result in found:
+        assert_exact(result, expected, noise=noise)
 
 
 # --- what the model is given
@@ -725,6 +740,28 @@ def test_autocast_gives_the_loops_numbers_under_autocast(
     assert found_gradient <= gradient
 
 
+@forms
+@pytest.mark.parametrize("name", ["no mask", "left and right padding, and nothing else"])
+def test_autocast_without_gradients_reaches_attention(batched: bool, name: str) -> None:
+    # Under vmap alone, autocast leaves out SDPA: rotary embedding has made q and k fp32, v is bf16.
+    model, batch = make(), BATCHES[name]()
+
+    def logits(example: dict[str, Tensor]) -> Tensor:
+        call = {name: x[None] for name, x in example.items()} if batched else example
+        return model(**call).logits.view(LENGTH, VOCAB)
+
+    with torch.no_grad():
+        exact = torch.cat([stock_row(model, i, batch).logits for i in range(4)])
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = torch.cat([stock_row(model, i, batch).logits for i in range(4)])
+            with opake.patched(model):
+                found = vmap(logits)(batch)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    for a, b, c in zip(found, expected, exact, strict=True):
+        # No further from stock than rounding to bf16 moved stock.
+        assert error(a, b) <= error(b, c)
+
+
 # --- packing
 
 PACKED = torch.tensor(
@@ -907,7 +944,7 @@ def test_a_live_scope_changes_no_other_transform(name: str, mode: Any) -> None:
     compose = COMPOSITIONS[name]
     with mode():
         stock = compose()
-        with opake.patched(make()):
+        with opake.patched(BYSTANDER):
             assert same_bits(compose(), stock)
 
 
@@ -934,7 +971,7 @@ def test_a_live_scope_changes_no_other_model(mode: Any) -> None:
 
     with mode():
         stock = results()
-        with opake.patched(make("eager")):
+        with opake.patched(BYSTANDER):
             assert same_bits(results(), stock)
 
 
@@ -945,7 +982,7 @@ def test_a_first_order_gradient_is_that_of_an_ordinary_backward() -> None:
     expected = torch.autograd.grad(F.silu(x).sum(), x)[0]
     with torch.no_grad():
         assert not same_bits(grad(lambda x: F.silu(x).sum())(x), expected)
-        with opake.patched(make()):
+        with opake.patched(BYSTANDER):
             assert same_bits(grad(lambda x: F.silu(x).sum())(x), expected)
 
 
@@ -990,7 +1027,7 @@ def test_first_order_graphs_keep_less_alive() -> None:
         found = peak()
     assert peak() == stock
     assert without == stock
-    # Gradients and one layer's backward instead of everything: 0.35 of stock was measured.
+    # Gradients and one layer's backward instead of everything: 0.42 of stock was measured.
     assert found < 0.6 * stock
 
 
@@ -1054,6 +1091,19 @@ def test_without_kv_cache_a_transform_builds_one_as_stock_does() -> None:
 
     assert_loops(make(), unpadded(), loss_of, flags={"kv_cache": False})
     assert seen == [True] * 6
+
+
+def test_attention_runs_through_a_key_of_its_own_and_the_config_is_untouched() -> None:
+    model = make()
+    layers = [layer.self_attn for layer in model.model.layers]
+    with opake.patched(model):
+        assert {layer.config._attn_implementation for layer in layers} == {SDPA}
+        assert ALL_ATTENTION_FUNCTIONS[SDPA] is sdpa
+        assert model.config._attn_implementation == "sdpa"
+        view = layers[0].config
+    assert {layer.config._attn_implementation for layer in layers} == {"sdpa"}
+    assert view._attn_implementation == "sdpa"
+    assert SDPA not in ALL_ATTENTION_FUNCTIONS._global_mapping
 
 
 def test_without_sdpa_attention_is_the_stock_one() -> None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from opake._lock import LOCK
-from opake.engine.slots import MISSING
+from opake.engine.slots import MISSING, STOCK
 from opake.errors import UnpatchableTarget
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ KEY = "_opake_slots"
 KEPT = ("_old_forward", "_original_forward")
 """Instance attributes under which accelerate keeps the ``forward`` it replaced."""
 
-_MARK = "_opake_stock"
+_NAMES = "_opake_names"
 _SHARDERS = (
     ("torch.distributed.fsdp._fully_shard._fully_shard", "cls_to_fsdp_cls"),
     ("torch.distributed._composable.replicate_with_fsdp", "cls_to_replicate_cls"),
@@ -167,7 +167,7 @@ def _make(stock: type, namespace: dict[str, Any]) -> type:
     namespace = {
         **namespace,
         **_copiers(stock),
-        _MARK: stock,
+        STOCK: stock,
         "__doc__": stock.__doc__,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
@@ -175,12 +175,25 @@ def _make(stock: type, namespace: dict[str, Any]) -> type:
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
     }
     try:
-        return type(stock)(stock.__name__, (stock,), namespace)
+        derived = type(stock)(stock.__name__, (stock,), namespace)
     except Exception as error:
         raise UnpatchableTarget(
             f"{stock.__module__}.{stock.__qualname__} cannot be subclassed, which an instance "
             f"patch needs: {error}"
         ) from error
+    type.__setattr__(derived, _NAMES, {*vars(derived), _NAMES})
+    return derived
+
+
+def _hand_down(derived: type) -> None:
+    """Move what somebody else wrote on ``derived`` to the stock class, where they meant it."""
+    names: set[str] = vars(derived)[_NAMES]
+    if len(vars(derived)) == len(names):
+        return
+    for name in [name for name in vars(derived) if name not in names]:
+        if not name.startswith("__"):  # those are caches of copyreg, abc and the like
+            type.__setattr__(vars(derived)[STOCK], name, vars(derived)[name])
+            type.__delattr__(derived, name)
 
 
 def _copiers(stock: type) -> dict[str, Any]:
@@ -200,7 +213,7 @@ def _copiers(stock: type) -> dict[str, Any]:
 
 def _reduce_as(stock: Any, module: Any, protocol: Any) -> Any:
     # A class made of ours by somebody else (torch's parametrize) answers for itself.
-    ours = _MARK in vars(type(module))
+    ours = STOCK in vars(type(module))
     reduced = stock.__reduce_ex__(_stand_in(stock, module) if ours else module, protocol)
     if not isinstance(reduced, tuple):
         return reduced
@@ -267,7 +280,9 @@ def _change_class(module: nn.Module, stock: type, new: type) -> None:
     cls = type(module)
     if cls is new:
         return
-    if cls is stock or vars(cls).get(_MARK) is stock:
+    if cls is stock or vars(cls).get(STOCK) is stock:
+        if cls is not stock:
+            _hand_down(cls)
         try:
             object.__setattr__(module, "__class__", new)
         except TypeError as error:
@@ -278,7 +293,7 @@ def _change_class(module: nn.Module, stock: type, new: type) -> None:
         return
     for dynamic in cls.__mro__:
         for ours in dynamic.__bases__:
-            if vars(ours).get(_MARK) is stock and ours is not new:
+            if vars(ours).get(STOCK) is stock and ours is not new:
                 _change_base(module, dynamic, ours, new)
                 return
 

@@ -28,6 +28,9 @@ class _Missing:
 
 MISSING: Final = _Missing()
 
+STOCK: Final = "_opake_stock"
+"""Where the derived class of a patched module keeps the class that it stands for."""
+
 
 @dataclass(frozen=True, eq=False)
 class Slot:
@@ -233,6 +236,7 @@ def holders(value: Any) -> list[tuple[types.ModuleType, str]]:
 
 
 def _class_slot(owner: type, name: str) -> ClassSlot:
+    owner = vars(owner).get(STOCK, owner)  # type(module) inside a scope means the class outside
     if _is_builtin(owner):
         raise UnpatchableTarget(f"{owner.__qualname__} is a builtin type: its attributes are fixed")
     if _data_descriptor(type(owner), name) is not None:
