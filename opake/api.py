@@ -32,9 +32,10 @@ class Scope(PatchSet):
         super().__init__(plan.patches, strict=strict)
         self.flags = flags
         self._report = plan.report
-        self._blocks = 0  # with blocks that hold this scope
+        self._blocks: set[object] = set()  # a token for every with block that holds this scope
         self._kept = False  # held by patch() too
-        self._entered: list[Scope] = []
+        self._entered: list[tuple[Scope, object]] = []
+        self._found: Scope | None = None  # the live scope that our patch() holds
 
     # What differs between a model and the process.
     def _plan(self, flags: Flags) -> Plan:
@@ -52,30 +53,49 @@ class Scope(PatchSet):
 
     def patch(self) -> Scope:
         """Apply the plan, or return the live scope with the same plan."""
-        with stacks.LOCK:
-            live = self._live() or self._apply()
-            live._kept = True
-            return live
+        live: Scope | None = None
+        try:  # around everything: an interrupt may come when all is applied, before we return
+            with stacks.LOCK:
+                live = self._live() or self
+                live._kept, self._found = True, live
+                return live._apply()
+        except BaseException as error:
+            if live is not None:
+                live._abandon(error)
+            raise
 
     def unpatch(self) -> None:
         """Let go of what :meth:`patch` holds; a second call does nothing."""
         with stacks.LOCK:
-            kept, self._kept = self._kept, False
-            if self._blocks and kept:
-                return
-            self.drop()
+            live, self._found = self._found, None
+            if live is None:
+                in_own_block = bool(self._entered) and not self._kept
+                if self.applied and (in_own_block or not self._held):
+                    self.drop()
+            else:
+                live._kept = False
+                if not live._blocks:
+                    live.drop()
 
     def drop(self) -> None:
         """Restore now, whoever still holds the scope."""
-        self._kept, self._blocks = False, 0
+        self._kept, self._found = False, None
+        self._blocks.clear()
         super().unpatch()
 
     def __enter__(self) -> Scope:
-        with stacks.LOCK:
-            live = self._live() or self._apply()
-            live._blocks += 1
-            self._entered.append(live)
-            return live
+        live, token = None, object()
+        try:
+            with stacks.LOCK:
+                live = self._live() or self
+                self._entered.append((live, token))
+                live._blocks.add(token)
+                return live._apply()
+        except BaseException as error:
+            if live is not None:
+                self._let_go(live, token)
+                live._abandon(error)
+            raise
 
     def __exit__(
         self,
@@ -83,13 +103,39 @@ class Scope(PatchSet):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        live, token = self._entered[-1]
+        try:
+            self._let_go(live, token)
+            if not live._held:
+                live._leave(kind, error, trace)
+        finally:  # an interrupt may have come before the first step
+            self._let_go(live, token)
+            if not live._held and live.applied:
+                live._undo()
+
+    @property
+    def _held(self) -> bool:
+        return self._kept or bool(self._blocks)
+
+    def _let_go(self, live: Scope, token: object) -> None:
         with stacks.LOCK:
-            live = self._entered.pop()
-            live._blocks = max(live._blocks - 1, 0)
-            if live._blocks == 0 and not live._kept:
-                PatchSet.__exit__(live, kind, error, trace)
+            live._blocks.discard(token)
+            self._entered[:] = [entry for entry in self._entered if entry[1] is not token]
+
+    def _leave(self, *exc: Any) -> None:
+        PatchSet.__exit__(self, *exc)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Undo what an interrupted :meth:`_apply` did, unless somebody else holds the scope."""
+        with stacks.LOCK:
+            if self._found is self and not self._blocks:
+                self._kept, self._found = False, None
+            if not self._held and self.applied:
+                self._undo().note_on(error)
 
     def _apply(self) -> Scope:
+        if self.applied:
+            return self
         plan = self._plan(self.flags)  # the model may have changed since
         self.patches, self._report = tuple(plan.patches), plan.report
         PatchSet.patch(self)
@@ -112,7 +158,6 @@ class ModelScope(Scope):
     """What :func:`patched` returns."""
 
     def __init__(self, model: nn.Module, flags: Flags, *, strict: bool = False) -> None:
-        # Weakly: a scope that is lost must not keep its model alive.
         self.model = model
         self._inner = find_model(model) or model
         super().__init__(flags, strict=strict)

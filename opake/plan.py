@@ -27,7 +27,7 @@ from opake.engine import (
     stacks,
 )
 from opake.engine.rebind import rebind
-from opake.engine.reclass import stock_class, table
+from opake.engine.reclass import is_stock, stock_class, table
 from opake.engine.shared import SharedPatch
 from opake.engine.slots import attribute_slot
 from opake.errors import (
@@ -125,7 +125,13 @@ def plan_model(model: nn.Module, flags: Flags) -> Plan:
     family = _family(model, inner, flags)
     if inner is None or family is None:
         reason = "no transformers model" if inner is None else "unknown model_type"
-        return _collect(flags, lambda concern: Skip(reason))
+        symbols.verify(symbol for symbol in _first_order_symbols() if flags["first_order"])
+        bare = Context(model, inner, Family("", "", ""), flags)
+
+        def build(concern: str) -> Step | Skip:
+            return _build(concern, bare) if concern in _NO_FAMILY else Skip(reason)
+
+        return _collect(flags, build)
     _refuse_attention(inner, flags)
     symbols.verify(_symbols(family, flags))
     context = Context(model, inner, family, flags)
@@ -262,7 +268,7 @@ def _sdpa(context: Context) -> Step | Skip:
         if id(config) not in views:
             views[id(config)] = view.attention_view(config, attention.SDPA)
         patches.append(AttributePatch(module, "config", views[id(config)]))
-    switches: list[Patch] = [_ViewSwitch(made) for made in views.values()]
+    switches: list[Patch] = [_ViewSwitch(made, view.switch) for made in views.values()]
     target = f"{context.family.attention}.config"
     return Step([*keys, *switches, *patches], target, "registry", len(modules))
 
@@ -285,14 +291,15 @@ class _ViewSwitch(Patch):
 
     how = "view"
 
-    def __init__(self, view: Any) -> None:
+    def __init__(self, view: Any, switch: Callable[[Any, bool], None]) -> None:
         self.view = view
+        self.switch = switch  # held: nothing can be imported while the interpreter exits
 
     def apply(self) -> None:
-        _compat("config_view").switch(self.view, True)
+        self.switch(self.view, True)
 
     def revert(self) -> None:
-        _compat("config_view").switch(self.view, False)
+        self.switch(self.view, False)
 
 
 def _eager(context: Context) -> Step | Skip:
@@ -305,7 +312,8 @@ def _eager(context: Context) -> Step | Skip:
 
 def _masking(context: Context) -> Step | Skip:
     masks = _compat("masks")
-    replacements = {name: masks.builder(name) for name in context.family.masks}
+    module_name = context.family.module
+    replacements = {name: masks.builder(module_name, name) for name in context.family.masks}
     patches: list[Patch] = []
     for module in context.modules(context.family.base):
         # Under accelerate's hook, the forward that builds the masks is the one the hook kept.
@@ -366,6 +374,7 @@ def _empty_batches(context: Context) -> Step | Skip:
 
 
 _LATER = "not in this release"
+_NO_FAMILY = ("first_order", "dropout")
 
 BUILDERS: dict[str, Builder] = {
     "eager_attention": _eager,
@@ -394,7 +403,9 @@ def _stock_forward(module: nn.Module) -> Any:
 
 
 def _positional(module: nn.Module) -> tuple[str, ...]:
-    return _names(_stock_forward(module))
+    # A subclass's forward(*args, **kwargs) takes what its base takes.
+    named = (_names(cls.forward) for cls in stock_class(module).__mro__ if hasattr(cls, "forward"))
+    return next(filter(None, named), ())
 
 
 def _refuse_foreign_forward(module: nn.Module) -> None:
@@ -402,6 +413,8 @@ def _refuse_foreign_forward(module: nn.Module) -> None:
     if forward is None or "forward" in table(module):
         return
     function = getattr(forward, "func", getattr(forward, "__func__", forward))
+    if is_stock(module, forward):
+        return
     known = ("_hf_hook", "_old_forward", "_original_forward")
     if any(name in vars(module) for name in known) or hasattr(function, "_opake_with_batch_dim"):
         return

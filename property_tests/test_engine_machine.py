@@ -122,6 +122,7 @@ class InterruptAt:
 
     def __init__(self, line: int) -> None:
         self.left = line
+        self.with_line: dict[Any, bool] = {}
 
     def hits(self, function: Callable[[], Any]) -> bool:
         before = sys.gettrace()
@@ -138,10 +139,15 @@ class InterruptAt:
         return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        # Tracing raises where CPython delivers no signal: on the bare `try:` that follows a
-        # `with`, and between the end of a with block and the release of its lock.
+        # Tracing raises where CPython delivers no signal: before the first instruction in a with
+        # block, and between its last one and the release of the lock.
+        if event != "line":
+            return self._line
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not source.lstrip().startswith(("with ", "try:")):
+        was_with = self.with_line.pop(frame, False)
+        if source.lstrip().startswith("with "):
+            self.with_line[frame] = True
+        elif not was_with:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt

@@ -79,6 +79,27 @@ class Scale(nn.Module):
         return x + helper()
 
 
+class Wrapping(nn.Module):
+    """Wraps the forward of every subclass, as transformers' checkpointing layers do."""
+
+    def __init_subclass__(cls) -> None:
+        inner = cls.forward
+
+        @functools.wraps(inner)
+        def forward(self: Any, x: int) -> Any:
+            return inner(self, x) + 1000 * (type(self).forward is forward)
+
+        cls.forward = forward  # type: ignore[method-assign]
+
+    def forward(self, x: int) -> int:
+        raise NotImplementedError
+
+
+class Layer(Wrapping):
+    def forward(self, x: int) -> int:
+        return x
+
+
 class Parent:
     inherited = "parent"
     size = 1
@@ -675,6 +696,7 @@ class _InterruptAt:
 
     def __init__(self, n: int) -> None:
         self.left = n
+        self.with_line: dict[Any, bool] = {}
 
     def __call__(self, frame: Any, event: str, arg: Any) -> Any:
         if not frame.f_code.co_filename.startswith(os.path.dirname(stacks.__file__)):
@@ -682,10 +704,15 @@ class _InterruptAt:
         return self.line
 
     def line(self, frame: Any, event: str, arg: Any) -> Any:
-        # Tracing raises where CPython delivers no signal: on the bare `try:` that follows a
-        # `with`, and between the end of a with block and the release of its lock.
+        # Tracing raises where CPython delivers no signal: before the first instruction in a with
+        # block, and between its last one and the release of the lock.
+        if event != "line":
+            return self.line
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        if event == "line" and not source.lstrip().startswith(("with ", "try:")):
+        was_with = self.with_line.pop(frame, False)
+        if source.lstrip().startswith("with "):
+            self.with_line[frame] = True
+        elif not was_with:
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
@@ -870,6 +897,21 @@ def test_rebind_goes_through_decorators_and_replaces_every_use() -> None:
     assert module(1) == 3
 
 
+class ReadingLayer(Wrapping):
+    def forward(self, x: int) -> int:
+        return x + helper()
+
+
+def test_rebind_over_a_patch_of_a_layer_that_wraps() -> None:
+    layer = ReadingLayer()
+    with PatchSet([ForwardPatch(layer, double)]):
+        assert layer(1) == 1004
+        with PatchSet([RebindPatch(layer, {"helper": other_helper})]):
+            assert layer(1) == 1022
+        assert layer(1) == 1004
+    assert layer(1) == 1002
+
+
 def test_functions_and_classes_are_the_same_at_re_entry() -> None:
     module, twin = Decorated(), Decorated()
     seen = []
@@ -1013,27 +1055,6 @@ def test_a_dict_copied_by_hand_carries_no_stacks() -> None:
     with PatchSet([ForwardPatch(module, double)]):
         assert module(1) == 10
     assert type(module) is Scale
-
-
-class Wrapping(nn.Module):
-    """Wraps the forward of every subclass, as transformers' checkpointing layers do."""
-
-    def __init_subclass__(cls) -> None:
-        inner = cls.forward
-
-        @functools.wraps(inner)
-        def forward(self: Any, x: int) -> Any:
-            return inner(self, x) + 1000 * (type(self).forward is forward)
-
-        cls.forward = forward  # type: ignore[method-assign]
-
-    def forward(self, x: int) -> int:
-        raise NotImplementedError
-
-
-class Layer(Wrapping):
-    def forward(self, x: int) -> int:
-        return x
 
 
 def test_a_failed_second_push_leaves_the_class_of_the_first() -> None:

@@ -40,7 +40,11 @@ def attention_view(config: Any, ours: str) -> Any:
 
 def switch(view: Any, live: bool) -> None:
     """Let ``view`` answer with our implementation, or with stock's again."""
-    view._opake_view.live = live
+    state = view._opake_view
+    state.live = live
+    shared = vars(state.original)
+    if not live and shared.get(FIELD) == state.ours:  # somebody read our key and set it
+        shared[FIELD] = state.stock
 
 
 @functools.cache
@@ -51,6 +55,12 @@ def _view_class(stock: Any) -> Any:
         state = self._opake_view
         current = self._attn_implementation_internal
         return state.ours if state.live and current == state.stock else current
+
+    def set_any(self: Any, name: str, value: Any) -> None:
+        # What was read here may be written back; the shared dict must say it in stock's words.
+        state = self._opake_view
+        is_key = name in (FIELD, "_attn_implementation") and value == state.ours
+        stock.__setattr__(self, name, state.stock if is_key else value)
 
     def reduce(self: Any, protocol: Any) -> Any:
         # The original itself, by way of the standard library: loads without opake.
@@ -73,6 +83,7 @@ def _view_class(stock: Any) -> Any:
         "__reduce_ex__": reduce,
         "__deepcopy__": deepcopy,
         "__copy__": lambda self: copy.copy(self._opake_view.original),
+        "__setattr__": set_any,
         "_attn_implementation": property(get, field.fset),
     }
     return type(stock)(stock.__name__, (stock,), namespace)

@@ -8,6 +8,7 @@ computation depend on its neighbours.
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -32,18 +33,18 @@ SYMBOLS = (
 
 
 @functools.cache
-def builder(name: str) -> Callable[..., Any]:
-    """Return a replacement for the mask builder ``transformers.masking_utils.<name>``.
+def builder(modeling: str, name: str) -> Callable[..., Any]:
+    """Return a replacement for the mask builder ``name``, as found in the module ``modeling``.
 
     Under a functorch transform a supplied padding mask is always materialised; without one, the
     ``is_causal`` fast path stays. Outside, the stock builder runs.
     """
-    stock = getattr(masking_utils, name)
-    names = tuple(inspect.signature(stock).parameters)
+    module = importlib.import_module(modeling)
+    names = tuple(inspect.signature(getattr(masking_utils, name)).parameters)
     skip = next(parameter for parameter in names if parameter.endswith("_skip"))
 
-    @functools.wraps(stock, updated=())
     def build(*args: Any, **kwargs: Any) -> Any:
+        stock = getattr(module, name)
         if not transforms_active():
             return stock(*args, **kwargs)
         call = by_name(names, args, kwargs)
@@ -56,6 +57,7 @@ def builder(name: str) -> Callable[..., Any]:
             call["position_ids"] = None
         return stock(**call)
 
+    build._opake_permanent = True  # type: ignore[attr-defined]
     return build
 
 

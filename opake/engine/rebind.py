@@ -91,9 +91,9 @@ def rebind(function: Any, replacements: Mapping[str, Any], *, permanent: bool = 
 def refresh(clone: Any) -> None:
     """Take up what the module's globals have become since the clone was made."""
     cloner: _Cloner = clone._opake_cloner
-    for live, private in cloner.namespaces.values():
-        private.update(live)
-        private.update(cloner.replacements)
+    for live, private, names in cloner.namespaces.values():
+        private.update({name: live[name] for name in names if name in live})
+        private.update({name: cloner.replacements[name] for name in names & {*cloner.replacements}})
 
 
 class _Cloner:
@@ -101,7 +101,8 @@ class _Cloner:
 
     def __init__(self, replacements: Mapping[str, Any]) -> None:
         self.replacements = dict(replacements)
-        self.namespaces: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
+        # Of each module: its globals, the private ones, and the names that are read from them.
+        self.namespaces: dict[int, tuple[dict[str, Any], dict[str, Any], set[str]]] = {}
         self._made: dict[types.FunctionType, Any] = {}
 
     def clone(self, function: Any) -> Any:
@@ -123,10 +124,15 @@ class _Cloner:
         return made
 
     def _namespace(self, function: types.FunctionType) -> dict[str, Any]:
-        live = function.__globals__
-        if not _names(function.__code__) & set(self.replacements) & set(live):
+        live, names = function.__globals__, _names(function.__code__)
+        if not names & set(self.replacements) & set(live):
             return live
-        return self.namespaces.setdefault(id(live), (live, dict(live)))[1]
+        # No __name__ (unless it is read): dynamo would look the globals up in the module of that
+        # name, and guard what it finds there.
+        always = {"__builtins__", "__package__", "__spec__"}
+        _, private, wanted = self.namespaces.setdefault(id(live), (live, {}, always))
+        wanted |= names
+        return private
 
 
 def _copy(

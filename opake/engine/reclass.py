@@ -34,6 +34,7 @@ KEPT = ("_old_forward", "_original_forward")
 """Instance attributes under which accelerate keeps the ``forward`` it replaced."""
 
 _NAMES = "_opake_names"
+_LIBRARIES = ("torch", "transformers", "typing")
 _SHARDERS = (
     ("torch.distributed.fsdp._fully_shard._fully_shard", "cls_to_fsdp_cls"),
     ("torch.distributed._composable.replicate_with_fsdp", "cls_to_replicate_cls"),
@@ -164,9 +165,17 @@ def _make(stock: type, namespace: dict[str, Any]) -> type:
             vars(replica)["forward"] = types.MethodType(forward.__func__, replica)
         return replica
 
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # `type(model)(config)` makes a model of the stock class, which outlives the scope.
+        if STOCK in vars(cls) and (args or kwargs):
+            return stock(*args, **kwargs)
+        own: Any = stock.__new__
+        return own(cls) if own is object.__new__ else own(cls, *args, **kwargs)
+
     namespace = {
         **namespace,
         **_copiers(stock),
+        "__new__": new,
         STOCK: stock,
         "__doc__": stock.__doc__,
         "__module__": stock.__module__,
@@ -175,7 +184,7 @@ def _make(stock: type, namespace: dict[str, Any]) -> type:
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
     }
     try:
-        derived = type(stock)(stock.__name__, (stock,), namespace)
+        derived: type = _subclass(stock, namespace)
     except Exception as error:
         raise UnpatchableTarget(
             f"{stock.__module__}.{stock.__qualname__} cannot be subclassed, which an instance "
@@ -183,6 +192,32 @@ def _make(stock: type, namespace: dict[str, Any]) -> type:
         ) from error
     type.__setattr__(derived, _NAMES, {*vars(derived), _NAMES})
     return derived
+
+
+def _subclass(stock: Any, namespace: dict[str, Any]) -> Any:
+    """Return a subclass of ``stock`` that the registering hooks of its bases do not see.
+
+    An ``__init_subclass__`` often registers what is defined, and ours has the name of the class
+    it stands for. Hooks of libraries, and those that deal with ``forward``, run: checkpointing
+    layers wrap it there.
+    """
+    hooks = [base for base in stock.__mro__[:-1] if "__init_subclass__" in vars(base)]
+    wanted = [base for base in hooks if _is_wanted(base)]
+    if hooks == wanted:
+        return type(stock)(stock.__name__, (stock,), namespace)
+    derived = type(stock)(stock.__name__, (nn.Module,), namespace)
+    derived.__bases__ = (stock,)
+    for base in wanted[:1]:
+        vars(base)["__init_subclass__"].__func__(derived)
+    return derived
+
+
+def _is_wanted(base: type) -> bool:
+    hook = getattr(vars(base)["__init_subclass__"], "__func__", None)
+    code = getattr(hook, "__code__", None)
+    return base.__module__.partition(".")[0] in _LIBRARIES or (
+        code is not None and "forward" in code.co_names
+    )
 
 
 def _hand_down(derived: type) -> None:
@@ -264,6 +299,19 @@ def below(module: nn.Module, forward: Any) -> Any:
     if forward is MISSING:
         return types.MethodType(stock_class(module).forward, module)  # type: ignore[attr-defined]
     return forward
+
+
+def is_stock(module: nn.Module, forward: Any) -> bool:
+    """Tell whether ``forward`` is the module's own, or what the decorators of that wrap.
+
+    accelerate leaves such a method behind when it removes its wrappers.
+    """
+    if not isinstance(forward, types.MethodType) or forward.__self__ is not module:
+        return False
+    function = stock_class(module).forward  # type: ignore[attr-defined]
+    while function is not None and function is not forward.__func__:
+        function = getattr(function, "__wrapped__", None)
+    return function is not None
 
 
 def _put(state: dict[str, Any], name: str, value: Any) -> None:

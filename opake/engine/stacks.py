@@ -23,6 +23,7 @@ from opake.engine.splice import splice
 from opake.errors import ForeignWrite
 
 _STACKS: dict[Hashable, Stack] = {}
+_NOTHING = object()
 
 
 class Layer:
@@ -50,7 +51,7 @@ class Stack:
         self.layers: list[Layer] = []
         self._pending = self.base
         self._stale: list[Any] = []
-        self._reported: Any = self
+        self._reported: Any = _NOTHING
 
     def is_ours(self, value: Any) -> bool:
         """Tell whether ``value``, just read from the slot, is what we put there."""
@@ -109,7 +110,7 @@ class Stack:
         if self.is_ours(found):
             self._write(found, value)
             return True
-        known = self.slot.same(found, value) or self._splice(value)
+        known = self.slot.same(found, value) or self._splice(value) or self._moved(found)
         if not known:
             self._stale.append(self.written)  # whoever wrote over it may put it back
         self.written = self._pending = value
@@ -122,6 +123,21 @@ class Stack:
         if self.slot.key != "forward" or not isinstance(self.slot.owner, nn.Module):
             return False
         return splice(self.slot.owner, self.written, value)
+
+    def _moved(self, found: Any) -> bool:
+        """Deal with our own value from another slot of the module: accelerate's removed hook."""
+        owner = self.slot.owner
+        if not isinstance(owner, nn.Module):
+            return False
+        if found is MISSING:
+            return self.slot.key in reclass.KEPT
+        if self.slot.key == "forward" and reclass.is_stock(owner, found):
+            return True
+        for other in reclass.table(owner).values():
+            if other is not self and other.is_ours(found):
+                self.slot.write(reclass.below(owner, other.base))
+                return True
+        return False
 
     def _write(self, found: Any, value: Any) -> None:
         # Both what is there and what comes count as ours until the write is known to have
