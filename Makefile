@@ -55,8 +55,9 @@ test: $(VENV)/.test
 	$(PYTEST) $(ARGS)
 
 # The engine and the models on the oldest supported transformers.
-OLDEST := tests/test_engine.py tests/test_mechanism.py tests/test_api.py tests/test_llama.py \
-	tests/test_upstream.py property_tests/test_llama_properties.py
+OLDEST := tests/test_engine.py tests/test_mechanism.py tests/test_api.py tests/test_upstream.py \
+	tests/test_llama.py tests/test_llama_generate.py tests/test_attacks.py \
+	tests/test_attacks_restore.py property_tests/test_llama_properties.py
 test-oldest: $(VENV)/.oldest
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(OLDEST) $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import subprocess
 import sys
@@ -110,12 +111,13 @@ def test_a_log_handler_that_fails_while_entering(model: Any) -> None:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
-        with pytest.raises(OSError), opake.patched(model):
+        with pytest.raises(OSError, match="no space"), opake.patched(model):
             pass
     finally:
         logger.removeHandler(handler)
         logger.setLevel(logging.NOTSET)
-    assert not before.changes() and not opake.active()
+    assert not before.changes()
+    assert not opake.active()
 
 
 def test_a_cell_that_keeps_the_scope_and_is_run_again(model: Any) -> None:
@@ -123,11 +125,14 @@ def test_a_cell_that_keeps_the_scope_and_is_run_again(model: Any) -> None:
         scope = opake.patched(model)
         scope.patch()
     scope.unpatch()
-    assert not opake.active() and "forward" not in vars(model)
+    assert not opake.active()
+    assert "forward" not in vars(model)
 
 
 @pytest.mark.parametrize("wrap", [nn.DataParallel, lambda m: torch.compile(m, backend="eager")])
 def test_a_wrapper_that_nobody_else_holds(model: Any, wrap: Any) -> None:
+    if wrap is nn.DataParallel and torch.cuda.is_available():
+        pytest.skip("DataParallel wants the model on the GPU, which this test does not use")
     expected = stock_loop(model, batch())
     with opake.patched(wrap(model)):
         assert_exact(per_example(model, batch(), batched=False), expected)
@@ -143,10 +148,8 @@ def test_a_model_built_from_the_config_of_an_attention_module(model: Any) -> Non
 def test_the_implementation_set_to_what_an_attention_module_says(model: Any) -> None:
     with opake.patched(model):
         found = model.model.layers[0].self_attn.config._attn_implementation
-        try:
+        with contextlib.suppress(ValueError):
             model.set_attn_implementation(found)
-        except ValueError:
-            pass
     model(**batch())
 
 
@@ -220,9 +223,11 @@ def test_unwrapped_from_mixed_precision(model: Any, when: str) -> None:
 
 def test_a_mock_of_a_module_global_around(model: Any) -> None:
     stock = modeling_llama.create_causal_mask
-    with mock.patch.object(modeling_llama, "create_causal_mask", side_effect=stock) as spy:
-        with opake.patched(model):
-            model(**batch())
+    with (
+        mock.patch.object(modeling_llama, "create_causal_mask", side_effect=stock) as spy,
+        opake.patched(model),
+    ):
+        model(**batch())
     assert spy.called
 
 
@@ -260,7 +265,8 @@ def batches():
 it = batches(); next(it)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and "could not restore" not in done.stderr, done.stderr[-400:]
+    assert done.returncode == 0
+    assert "could not restore" not in done.stderr, done.stderr[-400:]
 
 
 def test_a_model_is_freed_at_once_after_a_scope() -> None:

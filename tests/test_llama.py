@@ -224,6 +224,7 @@ def assert_loops(
     loss_of: Callable[[Any], Tensor] = model_loss,
     *,
     flags: dict[str, Any] | None = None,
+    floor: float = 1e-3,
     **options: Any,
 ) -> None:
     """Assert that the patched model, given a batch dimension or none, has the loop's numbers."""
@@ -239,7 +240,7 @@ def assert_loops(
         truth = stock_loop(copy.deepcopy(model).double(), wide, loss_of, **options)
         noise = errors(expected, truth)[1]
     for result in found:
-        assert_exact(result, expected, noise=noise)
+        assert_exact(result, expected, floor=floor, noise=noise)
 
 
 # --- what the model is given
@@ -249,7 +250,10 @@ def assert_loops(
 @dtypes
 @pytest.mark.parametrize("name", BATCHES)
 def test_gradients_are_the_loops(attn: str, dtype: torch.dtype, name: str) -> None:
-    assert_loops(make(attn, dtype), BATCHES[name]())
+    # Softmax over one key is constant, so the gradients of q and k are zero: what fp32 leaves of
+    # them is rounding, three ulps of the largest gradient on one processor, nothing on another.
+    floor = 0.1 if dtype == torch.float32 and name.startswith("one token") else 1e-3
+    assert_loops(make(attn, dtype), BATCHES[name](), floor=floor)
 
 
 @attentions

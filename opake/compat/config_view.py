@@ -73,8 +73,12 @@ def _view_class(stock: Any) -> Any:
         mine = self._opake_view.original
         return mine == getattr(other, "_opake_view", _State(other, None, "")).original
 
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return stock(*args, **kwargs)  # what `type(view)(...)` makes is no view
+
     namespace = {
         "__slots__": ("_opake_view",),
+        "__new__": new,
         "__doc__": stock.__doc__,
         "__module__": stock.__module__,
         "__qualname__": stock.__qualname__,
