@@ -8,7 +8,13 @@ from hypothesis import HealthCheck, settings
 
 # No deadline anywhere: the first example pays for imports, and shared machines stall.
 settings.register_profile(
-    "ci", derandomize=True, deadline=None, max_examples=50, print_blob=True, database=None
+    "ci",
+    derandomize=True,
+    deadline=None,
+    max_examples=50,
+    stateful_step_count=25,
+    print_blob=True,
+    database=None,
 )
 settings.register_profile(
     "thorough",

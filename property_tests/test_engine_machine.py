@@ -139,15 +139,15 @@ class InterruptAt:
         return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
 
     def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        # Tracing raises where CPython delivers no signal: before the first instruction in a with
-        # block, and between its last one and the release of the lock.
+        # Tracing raises where CPython delivers no signal: on a bare `try:`, before the first
+        # instruction in a with block, and between its last one and the release of the lock.
         if event != "line":
             return self._line
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         was_with = self.with_line.pop(frame, False)
         if source.lstrip().startswith("with "):
             self.with_line[frame] = True
-        elif not was_with:
+        elif not was_with and source.strip() != "try:":
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt

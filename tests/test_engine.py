@@ -704,15 +704,15 @@ class _InterruptAt:
         return self.line
 
     def line(self, frame: Any, event: str, arg: Any) -> Any:
-        # Tracing raises where CPython delivers no signal: before the first instruction in a with
-        # block, and between its last one and the release of the lock.
+        # Tracing raises where CPython delivers no signal: on a bare `try:`, before the first
+        # instruction in a with block, and between its last one and the release of the lock.
         if event != "line":
             return self.line
         source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
         was_with = self.with_line.pop(frame, False)
         if source.lstrip().startswith("with "):
             self.with_line[frame] = True
-        elif not was_with:
+        elif not was_with and source.strip() != "try:":
             self.left -= 1
             if self.left == 0:
                 raise KeyboardInterrupt
@@ -768,11 +768,6 @@ def test_ctrl_c_on_any_line(when: str) -> None:
         assert type(module) is Scale, n
         assert (stacks._STACKS, shared._PIECES, shared._WATCHED) == ({}, {}, []), n
     assert n > 100  # or the lines were not traced
-    if sys.version_info >= (
-        3,
-        12,
-    ):  # tracing raises at the end of a with block there, signals do not
-        return
     free: list[bool] = []
 
     def try_lock() -> None:

@@ -159,41 +159,41 @@ class GlobalPatch(Patch):
         self._home.check()
         _searchable(stacks.base(self._home.slot))
 
+    @stacks.locked
     def apply(self) -> None:
         self.check()
-        with stacks.LOCK:
-            self._original = stacks.base(self._home.slot)
-            live = _GLOBALS.setdefault(id(self._original), [])
-            _adopt_imports(live)
-            # Whoever holds the replacement already, such as its own module, is left alone.
-            self._bystanders = {slot.place for slot in _held(self._home.value)}
-            live.append(self)
-            self._home.apply()
-            layered = [s.slot for s in stacks.globals_over(self._original)]
-            for slot in [s for s in layered if s.place != self._home.slot.place]:
-                self._apply_copy(slot)
-            for slot in _held(self._original):
-                self._apply_copy(slot)
+        self._original = stacks.base(self._home.slot)
+        live = _GLOBALS.setdefault(id(self._original), [])
+        _adopt_imports(live)
+        # Whoever holds the replacement already, such as its own module, is left alone.
+        self._bystanders = {slot.place for slot in _held(self._home.value)}
+        live.append(self)
+        self._home.apply()
+        layered = [s.slot for s in stacks.globals_over(self._original)]
+        for slot in [s for s in layered if s.place != self._home.slot.place]:
+            self._apply_copy(slot)
+        for slot in _held(self._original):
+            self._apply_copy(slot)
 
+    @stacks.locked
     def revert(self) -> str | None:
-        with stacks.LOCK:
-            live = _GLOBALS.get(id(self._original), [])
-            if self in live:
-                _adopt_imports(live)
-            notes, failed = [], []
-            for patch in (*reversed(self._copies), self._home):
-                try:
-                    notes.append(patch.revert())
-                except Exception as error:
-                    failed.append(f"{patch.target}: {error}")
-            if self in live:
-                live.remove(self)
-                if not live:
-                    del _GLOBALS[id(self._original)]
-            self._copies.clear()
-            if failed:
-                raise RestoreError("; ".join(failed))
-            return "; ".join(note for note in notes if note) or None
+        live = _GLOBALS.get(id(self._original), [])
+        if self in live:
+            _adopt_imports(live)
+        notes, failed = [], []
+        for patch in (*reversed(self._copies), self._home):
+            try:
+                notes.append(patch.revert())
+            except Exception as error:
+                failed.append(f"{patch.target}: {error}")
+        if self in live:
+            live.remove(self)
+            if not live:
+                del _GLOBALS[id(self._original)]
+        self._copies.clear()
+        if failed:
+            raise RestoreError("; ".join(failed))
+        return "; ".join(note for note in notes if note) or None
 
     def _apply_copy(self, slot: Slot) -> None:
         copy = AttributePatch(slot.owner, slot.key, self._home.value)

@@ -280,11 +280,11 @@ class _Outcome:
             warnings.warn(self.text, RestoreWarning, stacklevel=_depth())
 
 
+@stacks.locked
 def active() -> list[PatchSet]:
     """Return the sets that are applied right now; each has ``opened_at``, a ``file:line``."""
-    with stacks.LOCK:
-        shared.collect()
-        return [live for live in _LIVE if live.applied]
+    shared.collect()
+    return [live for live in _LIVE if live.applied]
 
 
 def _frames() -> Iterator[tuple[int, Any]]:

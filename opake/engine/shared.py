@@ -55,30 +55,30 @@ class SharedPatch(Patch):
         elif self in piece.holders:
             raise AlreadyPatched(f"{self!r} is applied already")
 
+    @stacks.locked
     def apply(self) -> None:
-        with stacks.LOCK:
-            self.check()
-            piece = _PIECES.setdefault(self.key, _Piece(self.patch))
-            piece.holders.append(self)
-            if len(piece.holders) == 1:
-                piece.patch.apply()
+        self.check()
+        piece = _PIECES.setdefault(self.key, _Piece(self.patch))
+        piece.holders.append(self)
+        if len(piece.holders) == 1:
+            piece.patch.apply()
 
+    @stacks.locked
     def revert(self) -> str | None:
-        with stacks.LOCK:
-            piece = _PIECES.get(self.key)
-            if piece is None:
-                return None
-            others = [holder for holder in piece.holders if holder is not self]
-            if others:
-                piece.holders = others
-                return None
-            try:
-                note = piece.patch.revert()
-            except Exception:
-                del _PIECES[self.key]
-                raise
+        piece = _PIECES.get(self.key)
+        if piece is None:
+            return None
+        others = [holder for holder in piece.holders if holder is not self]
+        if others:
+            piece.holders = others
+            return None
+        try:
+            note = piece.patch.revert()
+        except Exception:
             del _PIECES[self.key]
-            return note
+            raise
+        del _PIECES[self.key]
+        return note
 
     def changes(self) -> list[tuple[str, Any, Any]]:
         piece = _PIECES.get(self.key)
@@ -99,15 +99,15 @@ def unwatch(holder: Any) -> None:
     _WATCHED[:] = [entry for entry in _WATCHED if entry[0]() is not holder]
 
 
+@stacks.locked
 def collect() -> None:
     """Undo what lost sets left behind."""
-    with stacks.LOCK:
-        for entry in [entry for entry in _WATCHED if entry[0]() is None]:
-            for patch in reversed(entry[1]):
-                try:
-                    note = patch.revert()
-                except Exception as error:
-                    note = f"{patch!r}: {type(error).__name__}: {error}"
-                if note:
-                    logger.warning("left by a set that was lost: %s", note)
-            _WATCHED.remove(entry)
+    for entry in [entry for entry in _WATCHED if entry[0]() is None]:
+        for patch in reversed(entry[1]):
+            try:
+                note = patch.revert()
+            except Exception as error:
+                note = f"{patch!r}: {type(error).__name__}: {error}"
+            if note:
+                logger.warning("left by a set that was lost: %s", note)
+        _WATCHED.remove(entry)
