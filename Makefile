@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 RUN    := $(VENV)/bin/python
 # Tests run one process a core; torch's own threads would only fight over the same cores.
-JOBS   ?= 2
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 # Benchmarks measure nothing in parallel runs, and their plugin warns about that.
 PYTEST  = OMP_NUM_THREADS=1 $(RUN) -m pytest -p no:benchmark -n $(JOBS)
 ARGS   ?=
@@ -23,7 +23,7 @@ PIN  := -c constraints/cpu.txt
 endif
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIN)
 
-.PHONY: demo test test-oldest property-tests lint contracts bench clean
+.PHONY: demo test test-oldest property-tests lint bench clean
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(SITE) $(VENV)

@@ -90,6 +90,7 @@ class Scope(PatchSet):
                 live = self._live() or self
                 self._entered.append((live, token))
                 live._blocks.add(token)
+                live.strict = live.strict or self.strict
                 return live._apply()
         except BaseException as error:
             if live is not None:
@@ -159,7 +160,8 @@ class ModelScope(Scope):
 
     def __init__(self, model: nn.Module, flags: Flags, *, strict: bool = False) -> None:
         self.model = model
-        self._inner = find_model(model) or model
+        inner = find_model(model)
+        self._inner = model if inner is None else inner
         super().__init__(flags, strict=strict)
 
     def _plan(self, flags: Flags) -> Plan:
@@ -263,12 +265,11 @@ def patched(
         model: a transformers model, also inside PEFT, ``torch.compile`` or FSDP2.
         compat: make it work under ``vmap(grad(...))``.
         performance: save memory on any device.
-        kernels: fused kernels; True, False, or a list of names. None follows ``performance``.
-        peft: fuse LoRA layers where adapters are there.
-        mode: ``"train"``, or ``"infer"`` for no loss and no LoRA kernels.
-        min_elements: elements below which a call runs stock; 0 always uses the kernel.
+        kernels, peft, mode, min_elements: of the fused kernels, which are not in this release:
+            accepted, and shown as skipped by :meth:`~PatchSet.explain`.
         strict: raise after leaving if somebody else wrote over a patch, instead of warning.
-        **concerns: single concerns, each beating its umbrella (``rope=False``).
+        **concerns: single concerns, beating their umbrella (``kv_cache=False``). ``dropout=True``
+            sets every dropout probability to 0 inside.
 
     Returns:
         A scope. Entering it again with an equal plan is counted, and the last exit restores.
@@ -303,7 +304,8 @@ def patch(model: nn.Module, **flags: Any) -> Scope:
 def unpatch(model: nn.Module) -> None:
     """Restore ``model`` now, without its handle. Does nothing where it is not patched."""
     with stacks.LOCK:
-        scope = _live_scope(find_model(model) or model)
+        inner = find_model(model)
+        scope = _live_scope(model if inner is None else inner)
         if scope is not None:
             scope.drop()
 

@@ -26,6 +26,7 @@ from opake.engine import (
     Row,
     stacks,
 )
+from opake.engine.patchset import caller_depth
 from opake.engine.rebind import rebind
 from opake.engine.reclass import is_stock, stock_class, table
 from opake.engine.shared import SharedPatch
@@ -189,7 +190,7 @@ def _family(model: nn.Module, inner: Any, flags: Flags) -> Family | None:
     )
     if flags.compat:
         raise UnsupportedModel(f"{message}, or pass compat=False")
-    warnings.warn(f"nothing is patched: {message}", stacklevel=2)
+    warnings.warn(f"no model concern is patched: {message}", stacklevel=caller_depth())
     return None
 
 
@@ -204,6 +205,8 @@ def _refuse_attention(inner: Any, flags: Flags) -> None:
 
 # ---- upstream
 
+_MASKED = ("inputs_embeds", "attention_mask")
+
 
 @functools.cache
 def _symbols(family: Family, flags: Flags) -> tuple[Symbol, ...]:
@@ -214,6 +217,7 @@ def _symbols(family: Family, flags: Flags) -> tuple[Symbol, ...]:
         if flags[concern]:
             wanted.extend(Symbol(module, name, p, concern) for module, name, p in found)
 
+    masking = ("transformers.masking_utils",)
     forward = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache")
     base = [
         (family.module, family.base, ()),
@@ -225,7 +229,8 @@ def _symbols(family: Family, flags: Flags) -> tuple[Symbol, ...]:
     need("sdpa", [(family.module, family.attention, ())])
     need("sdpa", _modules_symbols("attention", "config_view", "masks"))
     need("vmap_masking", _modules_symbols("masks"))
-    need("vmap_masking", [(family.module, name, ()) for name in family.masks])
+    for name in family.masks:
+        need("vmap_masking", [(family.module, name, ()), (*masking, name, _MASKED)])
     return (*wanted, *(s for s in _first_order_symbols() if flags["first_order"]))
 
 
@@ -339,7 +344,7 @@ def _batchify(context: Context) -> Step | Skip:
     for module in (*base, *heads):
         _refuse_foreign_forward(module)
     patches: list[Patch] = [
-        *(ForwardPatch(m, wrapper(_positional(m), refuse_packing=True)) for m in base),
+        *(ForwardPatch(m, wrapper(_positional(m))) for m in base),
         *(ForwardPatch(m, wrapper(_positional(m))) for m in heads),
     ]
     names = dict.fromkeys(stock_class(module).__name__ for module in (*heads, *base))
@@ -369,10 +374,6 @@ def _dropout(context: Context) -> Step | Skip:
     return Step(patches, "dropout probabilities", "attribute", len(patches))
 
 
-def _empty_batches(context: Context) -> Step | Skip:
-    return Skip("runtime() only")
-
-
 _LATER = "not in this release"
 _NO_FAMILY = ("first_order", "dropout")
 
@@ -382,7 +383,6 @@ BUILDERS: dict[str, Builder] = {
     "batchify": _batchify,
     "vmap_masking": _masking,
     "first_order": _first_order,
-    "empty_batches": _empty_batches,
     "kv_cache": _kv_cache,
     "dropout": _dropout,
 }

@@ -15,7 +15,7 @@ from packaging.version import Version
 from opake.errors import UnsupportedTransformers
 
 SUPPORTED = {"torch": ("2.11", None), "transformers": ("5.17", "6")}
-"""Lowest version, and the first that is too new. Both ends are tested."""
+"""Lowest version, and the first that is too new."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +82,14 @@ def _versions() -> Iterable[str]:
         found = _version(name)
         if found is None:
             yield f"{name}: expected >= {low}, not installed"
-        elif Version(found) < Version(low) or (high and Version(found) >= Version(high)):
+        elif _release(found) < _release(low) or (high and _release(found) >= _release(high)):
             bound = f">= {low}" + (f", < {high}" if high else "")
             yield f"{name}: expected {bound}, found {found} (install a supported version)"
+
+
+def _release(text: str) -> tuple[int, ...]:
+    # Without pre-release and local parts: a vendor's 2.11.0a0 has what 2.11 has.
+    return Version(text).release
 
 
 @functools.cache

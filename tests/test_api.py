@@ -581,9 +581,10 @@ def test_an_unknown_model_type_lists_the_supported_ones_and_how_to_add_one():
         opake.patched(net)
     assert "llama" in str(caught.value)
     assert "register_family" in str(caught.value)
-    with pytest.warns(UserWarning, match="nothing is patched"):
+    with pytest.warns(UserWarning, match="no model concern is patched") as caught:
         scope = opake.patched(net, compat=False)
-    with pytest.warns(UserWarning, match="nothing is patched"), scope:
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="no model concern is patched"), scope:
         assert len(scope) == 0
 
 

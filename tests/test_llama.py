@@ -1066,7 +1066,14 @@ def test_without_batchify_a_call_without_a_batch_fails_as_in_stock(attn: str) ->
 
 
 @attentions
-def test_without_batchify_packed_rows_are_not_looked_for(attn: str) -> None:
+def test_packed_rows_are_refused_without_batchify_too(attn: str) -> None:
+    model, batch = make(attn), unpadded(position_ids=PACKED)
+    with opake.patched(model, batchify=False), pytest.raises(PackedSequences):
+        per_example(model, batch, batched=True)
+
+
+@attentions
+def test_without_vmap_masking_packed_rows_are_not_looked_for(attn: str) -> None:
     model, batch = make(attn), unpadded(position_ids=PACKED)
     with opake.patched(model, batchify=False, vmap_masking=False):
         kind, message = functorch_failure(model, batch, batched=True)

@@ -6,12 +6,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from opake.compat._versions import has_cache
-from opake.compat.transforms import transforms_active, unwrap
-from opake.errors import PackedSequences
+from opake.compat.transforms import transforms_active
 
 NDIM = {
     "input_ids": 2,
@@ -31,13 +28,12 @@ LEADING = ("input_ids", "inputs_embeds")
 
 
 @functools.cache
-def batchify(names: tuple[str, ...], *, refuse_packing: bool = False) -> Callable[..., Any]:
+def batchify(names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a wrapper for a ``forward`` whose positional parameters are ``names``.
 
     Under a functorch transform, a call without a batch dimension (``input_ids`` of shape (S,) or
     ``inputs_embeds`` of shape (S, H)) gets one of size 1 on every argument that lacks it, and its
-    outputs lose it again. Every other call goes through as it is. ``refuse_packing`` raises
-    :class:`~opake.errors.PackedSequences` where stock would build a packed mask.
+    outputs lose it again. Every other call goes through as it is.
     """
 
     def forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -46,8 +42,6 @@ def batchify(names: tuple[str, ...], *, refuse_packing: bool = False) -> Callabl
         call = by_name(names, args, kwargs)
         if call is None:
             return wrapped(*args, **kwargs)
-        if refuse_packing:
-            _refuse_packing(call)
         if not _lacks_batch(call):
             return wrapped(*args, **kwargs)
         return _without_batch(wrapped(**{name: _batched(name, call[name]) for name in call}))
@@ -90,24 +84,3 @@ def _without_batch(output: Any) -> Any:
     if isinstance(output, tuple | list):
         return type(output)(map(_without_batch, output))
     return output
-
-
-def _refuse_packing(call: Mapping[str, Any]) -> None:
-    position_ids = call.get("position_ids")
-    if (
-        not isinstance(position_ids, Tensor)
-        or call.get("attention_mask") is not None
-        or call.get("use_cache")
-        or has_cache(call)
-        or torch.compiler.is_compiling()
-        or (position_ids.is_cuda and torch.cuda.is_current_stream_capturing())
-    ):
-        return
-    # The values lie under the transform's wrappers; stock's own test of them would raise there.
-    steps = unwrap(position_ids).diff(dim=-1)
-    if bool((steps != 1).any()):
-        raise PackedSequences(
-            "position_ids restart or jump within a row, without an attention_mask: stock would "
-            "read them as several sequences packed into one, which cannot run under a functorch "
-            "transform; pass one sequence per row, or an attention_mask"
-        )

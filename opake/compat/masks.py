@@ -13,11 +13,14 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import masking_utils
 
 from opake.compat._versions import has_cache
 from opake.compat.batchify import by_name
-from opake.compat.transforms import transforms_active
+from opake.compat.transforms import transforms_active, unwrap
+from opake.errors import PackedSequences
 
 _MASK_PARAMETERS = ("config", "inputs_embeds", "attention_mask", "position_ids")
 
@@ -41,7 +44,7 @@ def builder(modeling: str, name: str) -> Callable[..., Any]:
     """
     module = importlib.import_module(modeling)
     names = tuple(inspect.signature(getattr(masking_utils, name)).parameters)
-    skip = next(parameter for parameter in names if parameter.endswith("_skip"))
+    skip = "allow_is_bidirectional_skip" if "bidirectional" in name else "allow_is_causal_skip"
 
     def build(*args: Any, **kwargs: Any) -> Any:
         stock = getattr(module, name)
@@ -52,13 +55,32 @@ def builder(modeling: str, name: str) -> Callable[..., Any]:
             return stock(*args, **kwargs)
         if call.get("attention_mask") is not None:
             call[skip] = False
-        elif not has_cache(call):
-            # Packed rows were refused on the way in; the rest needs no positions.
-            call["position_ids"] = None
+        elif not has_cache(call) and call.get("position_ids") is not None:
+            refuse_packing(call["position_ids"])
+            call["position_ids"] = None  # what is left of them needs no mask
         return stock(**call)
 
     build._opake_permanent = True  # type: ignore[attr-defined]
     return build
+
+
+def refuse_packing(position_ids: Tensor) -> None:
+    """Raise :class:`~opake.errors.PackedSequences` where stock would build a packed mask.
+
+    On a GPU this waits for the device once. While a graph is compiled or captured there are no
+    values to look at, and nothing is refused.
+    """
+    if torch.compiler.is_compiling() or (
+        position_ids.is_cuda and torch.cuda.is_current_stream_capturing()
+    ):
+        return
+    # The values lie under the transform's wrappers; stock's own test of them would raise there.
+    if bool((unwrap(position_ids).diff(dim=-1) != 1).any()):
+        raise PackedSequences(
+            "position_ids restart or jump within a row, without an attention_mask: stock would "
+            "read them as several sequences packed into one, which cannot run under a functorch "
+            "transform; pass one sequence per row, or an attention_mask"
+        )
 
 
 def sdpa_mask(*args: Any, **kwargs: Any) -> Any:

@@ -277,7 +277,7 @@ class _Outcome:
         if self.failed or (self.left and strict):
             raise RestoreError(self.text) from self.cause
         if self.left:
-            warnings.warn(self.text, RestoreWarning, stacklevel=_depth())
+            warnings.warn(self.text, RestoreWarning, stacklevel=caller_depth())
 
 
 @stacks.locked
@@ -302,7 +302,8 @@ def _caller() -> str:
     return "?"
 
 
-def _depth() -> int:
+def caller_depth() -> int:
+    """Return the ``stacklevel`` at which a warning points to the first frame outside opake."""
     for depth, _ in _frames():
         return max(depth - 1, 1)
     return 2
