@@ -44,6 +44,7 @@ $(VENV)/.lint: $(VENV)/.created pyproject.toml
 
 $(VENV)/.oldest: $(VENV)/.test constraints/oldest.txt
 	rm -rf $(VENV)/oldest
+	$(PIP) httpx  # needed by its huggingface-hub, and by nothing newer
 	$(RUN) -m pip install --quiet --disable-pip-version-check --no-deps \
 		--target $(VENV)/oldest -r constraints/oldest.txt
 	touch $@
