@@ -160,8 +160,7 @@ class ModelScope(Scope):
 
     def __init__(self, model: nn.Module, flags: Flags, *, strict: bool = False) -> None:
         self.model = model
-        inner = find_model(model)
-        self._inner = model if inner is None else inner
+        self._inner = _patched_part(model)
         super().__init__(flags, strict=strict)
 
     def _plan(self, flags: Flags) -> Plan:
@@ -236,6 +235,12 @@ class RuntimeScope(Scope):
 _SCOPES: weakref.WeakValueDictionary[int, ModelScope] = weakref.WeakValueDictionary()
 
 
+def _patched_part(model: nn.Module) -> nn.Module:
+    """Return what a scope is known by: the transformers model inside ``model``, or ``model``."""
+    inner: nn.Module | None = find_model(model)
+    return model if inner is None else inner
+
+
 def _live_scope(inner: Any) -> ModelScope | None:
     scope = _SCOPES.get(id(inner))
     if scope is not None and scope.applied and scope._inner is inner:
@@ -304,8 +309,7 @@ def patch(model: nn.Module, **flags: Any) -> Scope:
 def unpatch(model: nn.Module) -> None:
     """Restore ``model`` now, without its handle. Does nothing where it is not patched."""
     with stacks.LOCK:
-        inner = find_model(model)
-        scope = _live_scope(model if inner is None else inner)
+        scope = _live_scope(_patched_part(model))
         if scope is not None:
             scope.drop()
 

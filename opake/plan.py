@@ -31,6 +31,7 @@ from opake.engine.rebind import rebind
 from opake.engine.reclass import is_stock, stock_class, table
 from opake.engine.shared import SharedPatch
 from opake.engine.slots import attribute_slot
+from opake.engine.splice import MARK
 from opake.errors import (
     ForeignWrite,
     NotAModel,
@@ -80,7 +81,6 @@ class Context:
     model: nn.Module
     inner: Any
     family: Family
-    flags: Flags
 
     @functools.cached_property
     def _all(self) -> list[nn.Module]:
@@ -127,7 +127,7 @@ def plan_model(model: nn.Module, flags: Flags) -> Plan:
     if inner is None or family is None:
         reason = "no transformers model" if inner is None else "unknown model_type"
         symbols.verify(symbol for symbol in _first_order_symbols() if flags["first_order"])
-        bare = Context(model, inner, Family("", "", ""), flags)
+        bare = Context(model, inner, Family("", "", ""))
 
         def build(concern: str) -> Step | Skip:
             return _build(concern, bare) if concern in _NO_FAMILY else Skip(reason)
@@ -135,7 +135,7 @@ def plan_model(model: nn.Module, flags: Flags) -> Plan:
         return _collect(flags, build)
     _refuse_attention(inner, flags)
     symbols.verify(_symbols(family, flags))
-    context = Context(model, inner, family, flags)
+    context = Context(model, inner, family)
     return _collect(flags, lambda concern: _build(concern, context))
 
 
@@ -205,6 +205,7 @@ def _refuse_attention(inner: Any, flags: Flags) -> None:
 
 # ---- upstream
 
+_MASKING = "transformers.masking_utils"
 _MASKED = ("inputs_embeds", "attention_mask")
 
 
@@ -217,7 +218,6 @@ def _symbols(family: Family, flags: Flags) -> tuple[Symbol, ...]:
         if flags[concern]:
             wanted.extend(Symbol(module, name, p, concern) for module, name, p in found)
 
-    masking = ("transformers.masking_utils",)
     forward = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache")
     base = [
         (family.module, family.base, ()),
@@ -230,7 +230,7 @@ def _symbols(family: Family, flags: Flags) -> tuple[Symbol, ...]:
     need("sdpa", _modules_symbols("attention", "config_view", "masks"))
     need("vmap_masking", _modules_symbols("masks"))
     for name in family.masks:
-        need("vmap_masking", [(family.module, name, ()), (*masking, name, _MASKED)])
+        need("vmap_masking", [(family.module, name, ()), (_MASKING, name, _MASKED)])
     return (*wanted, *(s for s in _first_order_symbols() if flags["first_order"]))
 
 
@@ -280,7 +280,7 @@ def _sdpa(context: Context) -> Step | Skip:
 
 def _register(key: str, attention: Any, mask: Any) -> list[Patch]:
     utils = importlib.import_module("transformers.modeling_utils")
-    masking = importlib.import_module("transformers.masking_utils")
+    masking = importlib.import_module(_MASKING)
     mappings = {
         "attention": (utils.ALL_ATTENTION_FUNCTIONS._global_mapping, attention),
         "mask": (masking.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, mask),
@@ -343,10 +343,7 @@ def _batchify(context: Context) -> Step | Skip:
     heads = [] if context.inner in base else [context.inner]
     for module in (*base, *heads):
         _refuse_foreign_forward(module)
-    patches: list[Patch] = [
-        *(ForwardPatch(m, wrapper(_positional(m))) for m in base),
-        *(ForwardPatch(m, wrapper(_positional(m))) for m in heads),
-    ]
+    patches: list[Patch] = [ForwardPatch(m, wrapper(_positional(m))) for m in (*base, *heads)]
     names = dict.fromkeys(stock_class(module).__name__ for module in (*heads, *base))
     return Step(patches, f"{', '.join(names)}.forward", "forward", len(patches))
 
@@ -416,7 +413,7 @@ def _refuse_foreign_forward(module: nn.Module) -> None:
     if is_stock(module, forward):
         return
     known = ("_hf_hook", "_old_forward", "_original_forward")
-    if any(name in vars(module) for name in known) or hasattr(function, "_opake_with_batch_dim"):
+    if any(name in vars(module) for name in known) or hasattr(function, MARK):
         return
     owner = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
     raise ForeignWrite(
