@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import linecache
-import os
 import sys
 import types
 import warnings
@@ -26,6 +24,7 @@ from hypothesis.stateful import (
     precondition,
     rule,
 )
+from interrupts import Interrupter
 from torch import nn
 
 from opake.engine import (
@@ -117,16 +116,12 @@ class Bomb(Patch):
             raise error
 
 
-class InterruptAt:
-    """Raises KeyboardInterrupt once, on the n-th line that runs inside the engine."""
-
-    def __init__(self, line: int) -> None:
-        self.left = line
-        self.with_line: dict[Any, bool] = {}
+class InterruptAt(Interrupter):
+    """The interrupter around one call."""
 
     def hits(self, function: Callable[[], Any]) -> bool:
         before = sys.gettrace()
-        sys.settrace(self._call)
+        sys.settrace(self)
         try:
             function()
         except KeyboardInterrupt:
@@ -134,24 +129,6 @@ class InterruptAt:
         finally:
             sys.settrace(before)
         return False
-
-    def _call(self, frame: Any, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(ENGINE) else None
-
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
-        # Tracing raises where CPython delivers no signal: on a bare `try:`, before the first
-        # instruction in a with block, and between its last one and the release of the lock.
-        if event != "line":
-            return self._line
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        was_with = self.with_line.pop(frame, False)
-        if source.lstrip().startswith("with "):
-            self.with_line[frame] = True
-        elif not was_with and source.strip() != "try:":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self._line
 
 
 class Place:
@@ -204,7 +181,6 @@ class Place:
 
 
 ABSENT = object()
-ENGINE = os.path.dirname(stacks.__file__)
 _NUMBERS = itertools.count()
 
 

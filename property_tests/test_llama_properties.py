@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
+from oracle import Snapshot, assert_exact, model_loss, per_example, same_bits, stock_loop
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 import opake
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-
-from oracle import Snapshot, assert_exact, model_loss, per_example, same_bits, stock_loop
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
 # Gradients that cancel to nothing, as those of queries and keys do in a model this small, keep the

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import importlib
-import linecache
 import logging
 import os
 import pickle
@@ -21,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from interrupts import Interrupter
 from torch import nn
 
 from opake.engine import (
@@ -691,32 +691,8 @@ def test_a_layer_leaves_though_the_one_above_cannot_be_rebuilt() -> None:
     assert mapping == {"key": "base"}
 
 
-class _InterruptAt:
-    """Raise KeyboardInterrupt on the n-th line that runs inside the engine."""
-
-    def __init__(self, n: int) -> None:
-        self.left = n
-        self.with_line: dict[Any, bool] = {}
-
-    def __call__(self, frame: Any, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(os.path.dirname(stacks.__file__)):
-            return None
-        return self.line
-
-    def line(self, frame: Any, event: str, arg: Any) -> Any:
-        # Tracing raises where CPython delivers no signal: on a bare `try:`, before the first
-        # instruction in a with block, and between its last one and the release of the lock.
-        if event != "line":
-            return self.line
-        source = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        was_with = self.with_line.pop(frame, False)
-        if source.lstrip().startswith("with "):
-            self.with_line[frame] = True
-        elif not was_with and source.strip() != "try:":
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-        return self.line
+class _InterruptAt(Interrupter):
+    """The interrupter as a with block."""
 
     def __enter__(self) -> _InterruptAt:
         self.before = sys.gettrace()
