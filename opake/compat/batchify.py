@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from opake.compat import empty
 from opake.compat.transforms import transforms_active
 
 NDIM = {
@@ -19,32 +20,61 @@ NDIM = {
     "token_type_ids": 2,
     "start_positions": 1,
     "end_positions": 1,
+    "next_sentence_label": 1,
     "inputs_embeds": 3,
+    "encoder_hidden_states": 3,
+    "encoder_attention_mask": 2,
+    "mc_token_ids": 2,
+    "mc_labels": 1,
 }
 """Dimensions of each argument in a batched call."""
+
+_PER_TOKEN = (
+    "input_ids",
+    "attention_mask",
+    "labels",
+    "position_ids",
+    "token_type_ids",
+    "inputs_embeds",
+)
+"""The arguments that have one dimension more where an example has several sequences."""
 
 LEADING = ("input_ids", "inputs_embeds")
 """The arguments that tell whether a call is batched."""
 
 
+def choices(class_name: str) -> bool:
+    """Tell whether a head of that name takes several sequences for every example."""
+    return class_name.endswith(("ForMultipleChoice", "DoubleHeadsModel"))
+
+
 @functools.cache
-def batchify(names: tuple[str, ...]) -> Callable[..., Any]:
+def batchify(names: tuple[str, ...], choices: bool = False) -> Callable[..., Any]:
     """Return a wrapper for a ``forward`` whose positional parameters are ``names``.
 
     Under a functorch transform, a call without a batch dimension (``input_ids`` of shape (S,) or
     ``inputs_embeds`` of shape (S, H)) gets one of size 1 on every argument that lacks it, and its
-    outputs lose it again. Every other call goes through as it is.
+    outputs lose it again. A batch of no examples, on which stock raises, runs as one example whose
+    labels are ignored, and its outputs have no rows. Every other call goes through as it is.
+
+    Args:
+        names: the positional parameters of the ``forward``.
+        choices: an example has several sequences: ``input_ids`` of shape (C, S).
     """
+    ndim = {name: n + choices if name in _PER_TOKEN else n for name, n in NDIM.items()}
 
     def forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if not transforms_active():
-            return wrapped(*args, **kwargs)
         call = by_name(names, args, kwargs)
-        if call is None:
+        leading = None if call is None else _leading(call)
+        if call is None or leading is None:
             return wrapped(*args, **kwargs)
-        if not _lacks_batch(call):
-            return wrapped(*args, **kwargs)
-        return _without_batch(wrapped(**{name: _batched(name, call[name]) for name in call}))
+        name, value = leading
+        if transforms_active() and value.ndim < ndim[name]:
+            batched = {name: _batched(name, call[name], ndim) for name in call}
+            return _without_batch(wrapped(**batched))
+        if value.ndim and not value.shape[0] and value.ndim >= ndim[name]:
+            return empty.run(wrapped, call)
+        return wrapped(*args, **kwargs)
 
     forward._opake_permanent = True  # type: ignore[attr-defined]
     return forward
@@ -60,16 +90,17 @@ def by_name(
     return {**dict(zip(given, args, strict=True)), **kwargs}
 
 
-def _lacks_batch(call: Mapping[str, Any]) -> bool:
+def _leading(call: Mapping[str, Any]) -> tuple[str, Tensor] | None:
     leading = [(name, call[name]) for name in LEADING if call.get(name) is not None]
-    return len(leading) == 1 and leading[0][1].ndim < NDIM[leading[0][0]]
+    return leading[0] if len(leading) == 1 and isinstance(leading[0][1], Tensor) else None
 
 
-def _batched(name: str, value: Any) -> Any:
+def _batched(name: str, value: Any, ndim: Mapping[str, int]) -> Any:
     if isinstance(value, Tensor):
-        if value.ndim < NDIM.get(name, 0):
+        if value.ndim < ndim.get(name, 0):
             return value.unsqueeze(0)
-        if name == "attention_mask" and value.ndim == 3:  # a 4-D mask without its batch
+        # A 4-D mask without its batch; with several sequences, three dimensions are a padding mask.
+        if name.endswith("attention_mask") and value.ndim == 3 and ndim[name] == 2:
             return value.unsqueeze(0)
     return value
 

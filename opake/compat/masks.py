@@ -83,6 +83,12 @@ def refuse_packing(position_ids: Tensor) -> None:
         )
 
 
+def padding_warning(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Skip, under a functorch transform, the warning that looks for padding among the tokens."""
+    if not transforms_active():
+        wrapped(*args, **kwargs)
+
+
 def sdpa_mask(*args: Any, **kwargs: Any) -> Any:
     """Build the mask of transformers' ``sdpa`` under our own key of its mask interface."""
     return masking_utils.sdpa_mask(*args, **kwargs)

@@ -244,26 +244,27 @@ class ForwardPatch(SlotPatch):
 
     ``wrapped`` is what lies below: the ``forward`` that the module's class has on entering, or
     whatever the instance had before. The class is not touched, and the signature stays that of the
-    stock ``forward``.
+    stock ``forward``. ``slot`` names another method.
     """
 
     how = "forward"
 
-    def __init__(self, module: nn.Module, wrapper: rebind.Wrapper) -> None:
+    def __init__(
+        self, module: nn.Module, wrapper: rebind.Wrapper, *, slot: str = "forward"
+    ) -> None:
         if not callable(wrapper):
             raise UnpatchableTarget(f"the wrapper of a ForwardPatch is callable, found {wrapper!r}")
-        super().__init__(slots.attribute_slot(_require_module(module), "forward"))
+        super().__init__(slots.attribute_slot(_require_module(module), slot))
         self.wrapper = wrapper
         self._made = _Last()
 
     def build(self, below: Any) -> Any:
-        module = self.slot.owner
-        inner, permanent = _function_below(module, "forward", below)
+        inner, permanent = _function_below(self.slot.owner, self.slot.key, below)
         if inner is None:
             make = functools.partial(rebind.compose_over, below, self.wrapper)
-            return reclass.bind(module, self._made.get(below, make))
+            return _bind(self.slot, self._made.get(below, make))
         make = functools.partial(rebind.compose, inner, self.wrapper, permanent=permanent)
-        return reclass.bind(module, self._made.get(inner, make))
+        return _bind(self.slot, self._made.get(inner, make))
 
 
 class RebindPatch(SlotPatch):
@@ -288,10 +289,7 @@ class RebindPatch(SlotPatch):
         self._function(self.slot.read() if stack is None else stack.top)
 
     def build(self, below: Any) -> Any:
-        function = self._function(below)
-        if self.slot.key == "forward":
-            return reclass.bind(self.slot.owner, function)
-        return types.MethodType(function, self.slot.owner)
+        return _bind(self.slot, self._function(below))
 
     def _function(self, below: Any) -> Any:
         inner, permanent = _function_below(self.slot.owner, self.slot.key, below)
@@ -324,6 +322,12 @@ class _Last:
         if self._made is None or self._of is not of:
             self._of, self._made = of, make()
         return self._made
+
+
+def _bind(slot: Slot, function: Any) -> Any:
+    if slot.key == "forward":
+        return reclass.bind(slot.owner, function)
+    return types.MethodType(function, slot.owner)
 
 
 def _require_module(module: Any) -> nn.Module:

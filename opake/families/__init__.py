@@ -15,15 +15,24 @@ class Family:
 
     Args:
         module: the modeling module of transformers, dotted.
-        base: the model without a head, whose ``forward`` builds the masks.
-        attention: the module that dispatches on ``config._attn_implementation``.
+        base: the model without a head, which builds the masks.
+        attention: the modules that dispatch on ``config._attn_implementation``.
         masks: the builders of ``transformers.masking_utils`` that ``base`` calls.
+        masks_in: the method of ``base`` that calls them.
     """
 
     module: str
     base: str
-    attention: str
+    attention: tuple[str, ...]
     masks: tuple[str, ...] = ("create_causal_mask",)
+    masks_in: str = "forward"
+
+    def __post_init__(self) -> None:
+        for name in ("attention", "masks"):
+            if not isinstance(getattr(self, name), tuple):
+                raise InvalidArgument(
+                    f"Family.{name} is a tuple of names, found {getattr(self, name)!r}"
+                )
 
 
 _REGISTERED: dict[str, Family] = {}

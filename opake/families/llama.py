@@ -5,5 +5,5 @@ from opake.families import Family
 FAMILY = Family(
     module="transformers.models.llama.modeling_llama",
     base="LlamaModel",
-    attention="LlamaAttention",
+    attention=("LlamaAttention",),
 )

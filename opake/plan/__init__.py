@@ -1,0 +1,177 @@
+"""Flags, a family and a model make a list of patches, or a skip with its reason.
+
+The only package that sees engine, compat, kernels and families together. Planning changes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from opake import families, symbols
+from opake.engine import Row
+from opake.engine.patchset import caller_depth
+from opake.errors import NotAModel, UnsupportedAttention, UnsupportedModel
+from opake.families import Family
+from opake.flags import CONCERNS, Flags
+from opake.plan import attention, calls, process
+from opake.plan.step import Concern, Context, Plan, ProcessConcern, Skip, Step
+from opake.symbols import Symbol
+
+__all__ = ["Plan", "find_model", "plan_model", "plan_runtime"]
+
+MODEL: dict[str, Concern] = {
+    "eager_attention": attention.EAGER,
+    "sdpa": attention.SDPA,
+    "batchify": calls.BATCHIFY,
+    "vmap_masking": calls.MASKING,
+    "kv_cache": calls.KV_CACHE,
+    "dropout": calls.DROPOUT,
+}
+"""The concerns that act on one model."""
+
+PROCESS: dict[str, ProcessConcern] = {
+    "first_order": process.FIRST_ORDER,
+}
+"""The concerns that act on the process."""
+
+_LATER = Skip("not in this release")
+
+
+def find_model(model: Any) -> Any:
+    """Return the transformers model inside ``model`` (PEFT, compiled, sharded), or None."""
+    if not isinstance(model, nn.Module):
+        raise NotAModel(
+            f"expected a transformers model or an nn.Module, found {type(model).__qualname__}"
+        )
+    utils = importlib.import_module("transformers.modeling_utils")
+    if isinstance(model, utils.PreTrainedModel):
+        return model
+    found = [m for m in model.modules() if isinstance(m, utils.PreTrainedModel)]
+    if not found:
+        return None
+    inside = {id(module) for module in found[0].modules()}
+    strangers = [type(m).__qualname__ for m in found if id(m) not in inside]
+    if strangers:
+        raise NotAModel(
+            f"{type(model).__qualname__} holds several models ({type(found[0]).__qualname__}, "
+            f"{', '.join(strangers)}); open one scope for each"
+        )
+    return found[0]
+
+
+def plan_model(model: nn.Module, flags: Flags) -> Plan:
+    """Plan a model scope. Raises what entering it would raise."""
+    inner = find_model(model)
+    family = _family(model, inner, flags)
+    if family is not None:
+        _refuse_attention(inner, flags)
+    symbols.verify(needed(family, flags))
+    context = Context(model, inner, family or Family("", "", ()), flags)
+    stranger = "no transformers model" if inner is None else "unknown model_type"
+
+    def build(name: str) -> Step | Skip:
+        if name in PROCESS:
+            return _with_model_part(PROCESS[name], context)
+        concern = MODEL.get(name)
+        if family is None and not (concern and concern.any_model):
+            return Skip(stranger)
+        return concern.build(context) if concern else _LATER
+
+    return _collect(flags, build)
+
+
+def _with_model_part(concern: ProcessConcern, context: Context) -> Step | Skip:
+    if concern.runtime_only:
+        return Skip("acts on no model: use opake.runtime()")
+    step = concern.build()
+    if isinstance(step, Skip) or concern.of_model is None:
+        return step
+    return replace(step, patches=[*step.patches, *concern.of_model(context)])
+
+
+def plan_runtime(flags: Flags) -> Plan:
+    """Plan the process scope: the concerns that need no model."""
+    symbols.verify(s for name in PROCESS if flags[name] for s in _process_symbols(name))
+
+    def build(name: str) -> Step | Skip:
+        if name in PROCESS:
+            return PROCESS[name].build()
+        return Skip("needs a model: use opake.patched(model)")
+
+    return _collect(flags, build)
+
+
+def _collect(flags: Flags, build: Callable[[str], Step | Skip]) -> Plan:
+    plan = Plan()
+    for concern in CONCERNS:
+        if flags[concern] is False:
+            plan.rows.append(Row(concern, "-", "-", 0, "off"))
+            continue
+        step = build(concern)
+        if isinstance(step, Skip):
+            plan.rows.append(Row(concern, "-", "-", 0, "skipped", step.reason))
+        else:
+            plan.patches += step.patches
+            plan.rows.append(Row(concern, step.target, step.how, step.count, "on", step.note))
+    return plan
+
+
+def _family(model: nn.Module, inner: Any, flags: Flags) -> Family | None:
+    if inner is None:
+        if flags.compat:
+            raise NotAModel(
+                f"no transformers model in {type(model).__qualname__}; pass compat=False if it "
+                "is vmap-safe as it is"
+            )
+        return None
+    model_type = inner.config.model_type
+    family = families.find(model_type)
+    if family is not None:
+        return family
+    message = (
+        f"model_type {model_type!r} belongs to no family; supported are "
+        f"{', '.join(families.supported())}; add one by opake.register_family({model_type!r}, "
+        "opake.Family(...))"
+    )
+    if flags.compat:
+        raise UnsupportedModel(f"{message}, or pass compat=False")
+    warnings.warn(f"no model concern is patched: {message}", stacklevel=caller_depth())
+    return None
+
+
+def _refuse_attention(inner: Any, flags: Flags) -> None:
+    used = inner.config._attn_implementation
+    if (flags["sdpa"] or flags["eager_attention"]) and used not in ("sdpa", "eager"):
+        raise UnsupportedAttention(
+            f"attn_implementation={used!r} cannot run under functorch; load the model with "
+            'attn_implementation="sdpa", or call model.set_attn_implementation("sdpa")'
+        )
+
+
+@functools.cache
+def needed(family: Family | None, flags: Flags) -> tuple[Symbol, ...]:
+    """Return what the concerns that are on need from upstream."""
+    return tuple(_symbols(family, flags))
+
+
+def _symbols(family: Family | None, flags: Flags) -> Iterator[Symbol]:
+    for name in CONCERNS:
+        if not flags[name]:
+            continue
+        if name in PROCESS:
+            yield from _process_symbols(name)
+        elif family is not None and name in MODEL:
+            for module, dotted, parameters in MODEL[name].needs(family):
+                yield Symbol(module, dotted, parameters, name)
+
+
+def _process_symbols(name: str) -> Iterator[Symbol]:
+    for module, dotted, parameters in PROCESS[name].needs():
+        yield Symbol(module, dotted, parameters, name)

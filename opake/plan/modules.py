@@ -1,0 +1,56 @@
+"""Looking at modules: the forward that their class has, and one that somebody else put there."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from torch import nn
+
+from opake.engine.reclass import is_stock, stock_class, table
+from opake.engine.splice import MARK
+from opake.errors import ForeignWrite
+
+
+@functools.cache
+def _names(forward: Any) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(forward).parameters.values()
+    return tuple(p.name for p in found if p.kind in kinds)[1:]
+
+
+def stock_method(module: nn.Module, name: str = "forward") -> Any:
+    """Return the function that the module's own class has under ``name``."""
+    return getattr(stock_class(module), name)
+
+
+def positional(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the positional parameters of ``module.forward``."""
+    # A subclass's forward(*args, **kwargs) takes what its base takes.
+    named = (_names(cls.forward) for cls in stock_class(module).__mro__ if hasattr(cls, "forward"))
+    return next(filter(None, named), ())
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """Name whoever gave this instance a ``forward`` of its own that we cannot wrap, or None."""
+    forward = vars(module).get("forward")
+    if forward is None or "forward" in table(module):
+        return None
+    function = getattr(forward, "func", getattr(forward, "__func__", forward))
+    if is_stock(module, forward):
+        return None
+    known = ("_hf_hook", "_old_forward", "_original_forward")
+    if any(name in vars(module) for name in known) or hasattr(function, MARK):
+        return None
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}"
+
+
+def refuse_foreign_forward(module: nn.Module) -> None:
+    """Raise :class:`~opake.errors.ForeignWrite` where :func:`foreign_forward` finds one."""
+    owner = foreign_forward(module)
+    if owner is not None:
+        raise ForeignWrite(
+            f"{stock_class(module).__qualname__} instance has a forward of its own already, from "
+            f"{owner}: undo that first, or open the scope before it is put there"
+        )
