@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+pytest_plugins = ["matrix"]
+
 with warnings.catch_warnings():  # torch 2.11 uses what it deprecates while dynamo is set up
     warnings.simplefilter("ignore", DeprecationWarning)
     torch._dynamo.reset()

@@ -24,11 +24,12 @@ def run(wrapped: Any, call: Mapping[str, Any]) -> Any:
     labels = {name: x for name, x in call.items() if _is_real_label(name, x)}
     kept = {name: _one(name, x) for name, x in call.items() if name not in labels}
     output: Any = without_rows(wrapped(**kept))
-    if labels and isinstance(output, dict):
-        # Real-valued labels have no value that is not counted: the mean of nothing instead.
-        nothing = output["logits"].float().mean()
-        return type(output)(loss=nothing, **output)
-    return output
+    if not labels:
+        return output
+    # Real-valued labels have no value that is not counted: the mean of nothing instead.
+    if isinstance(output, dict):
+        return type(output)(loss=output["logits"].float().mean(), **output)
+    return output[0].float().mean(), *output
 
 
 def without_rows(output: Any) -> Any:

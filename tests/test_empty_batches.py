@@ -1,0 +1,159 @@
+"""A batch of no examples runs in a scope, where stock raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch.func import functional_call, grad
+from transformers import BertConfig, BertForMultipleChoice, DynamicCache, LlamaForCausalLM
+
+import opake
+from opake.compat._versions import CACHE_NAMES
+
+families = pytest.mark.parametrize("model_type", zoo.FIELDS)
+
+
+def empty(**more: Any) -> dict[str, Any]:
+    ids = torch.empty(0, zoo.LENGTH, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids, **more}
+
+
+def assert_zero_gradients(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert len(grads) > 4
+    assert all((g == 0).all() for g in grads)
+
+
+@families
+@pytest.mark.case("empty batches")
+@pytest.mark.parametrize("mask", [True, False])
+def test_an_empty_batch_has_no_rows_and_zero_gradients(model_type: str, mask: bool) -> None:
+    call = empty(use_cache=False)
+    if mask:
+        call["attention_mask"] = call["input_ids"]
+    for attn in zoo.attentions(model_type):
+        model = zoo.tiny(model_type, attn)
+        with pytest.raises((RuntimeError, IndexError, ValueError)):
+            model(**call)
+        with opake.patched(model):
+            output = model(**call, output_hidden_states=True)
+            assert output.logits.shape == (0, zoo.LENGTH, zoo.VOCAB)
+            assert all(x.shape[:2] == (0, zoo.LENGTH) for x in output.hidden_states)
+            assert output.loss.isnan()  # the mean over no label, as stock's
+            assert_zero_gradients(model, output.loss)
+            with torch.no_grad():
+                assert model(**call).logits.shape == (0, zoo.LENGTH, zoo.VOCAB)
+
+
+@families
+@pytest.mark.case("empty batches")
+def test_an_empty_batch_adds_nothing_to_a_sum_over_many(model_type: str) -> None:
+    if model_type == "bert":
+        pytest.skip("its loss takes no num_items_in_batch")
+    model = zoo.tiny(model_type, zoo.attentions(model_type)[0])
+    with opake.patched(model):
+        assert model(**empty(), num_items_in_batch=10).loss == 0
+
+
+@families
+@pytest.mark.case("empty batches")
+@pytest.mark.parametrize("head", ["base", "sequence", "token", "question"])
+def test_every_head_takes_an_empty_batch(model_type: str, head: str) -> None:
+    if not zoo.has_head(model_type, head):
+        pytest.skip("no such head in transformers")
+    model = zoo.tiny(model_type, zoo.attentions(model_type)[0], head=head)
+    call = empty()
+    del call["labels"]
+    labels: dict[str, dict[str, torch.Tensor]] = {
+        "base": {},
+        "sequence": {"labels": torch.empty(0, dtype=torch.long)},
+        "token": {"labels": torch.empty(0, zoo.LENGTH, dtype=torch.long)},
+        "question": {
+            "start_positions": torch.empty(0, dtype=torch.long),
+            "end_positions": torch.empty(0, dtype=torch.long),
+        },
+    }
+    with opake.patched(model):
+        output = model(**call, **labels[head])
+        if head == "base":
+            assert output.last_hidden_state.shape == (0, zoo.LENGTH, 16)
+        else:
+            assert output.loss.isnan()
+            assert_zero_gradients(model, output.loss)
+
+
+@pytest.mark.parametrize("problem", ["regression", "multi_label_classification"])
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_real_valued_labels_have_the_mean_of_nothing(problem: str, return_dict: bool) -> None:
+    model = zoo.tiny("llama", head="sequence", num_labels=3, problem_type=problem)
+    call = empty(labels=torch.empty(0, 3), return_dict=return_dict)
+    with opake.patched(model):
+        output = model(**call)
+        assert output[0].isnan()
+        assert output[1].shape == (0, 3)
+        assert_zero_gradients(model, output[0])
+
+
+def test_several_sequences_an_example() -> None:
+    config = BertConfig(**zoo.FIELDS["bert"], vocab_size=zoo.VOCAB)
+    model = BertForMultipleChoice(config)
+    ids = torch.empty(0, 3, zoo.LENGTH, dtype=torch.long)
+    with opake.patched(model):
+        output = model(ids, labels=torch.empty(0, dtype=torch.long))
+    assert output.logits.shape == (0, 3)
+    assert output.loss.isnan()
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "positional", "tuple", "positions"])
+def test_every_way_to_call(kind: str) -> None:
+    model = zoo.tiny("llama")
+    ids = empty()["input_ids"]
+    with opake.patched(model):
+        output = {
+            "embeddings": lambda: model(inputs_embeds=torch.empty(0, zoo.LENGTH, 16), labels=ids),
+            "positional": lambda: model(ids, ids),
+            "tuple": lambda: model(ids, labels=ids, return_dict=False),
+            "positions": lambda: model(ids, position_ids=torch.arange(zoo.LENGTH)[None]),
+        }[kind]()
+    logits = output[1] if kind == "tuple" else output.logits
+    assert logits.shape == (0, zoo.LENGTH, zoo.VOCAB)
+
+
+def test_a_cache_that_comes_back_has_no_rows() -> None:
+    model = zoo.tiny("llama")
+    with opake.patched(model), torch.no_grad():
+        output = model(empty()["input_ids"], use_cache=True)
+    cache = next(output[name] for name in CACHE_NAMES if output.get(name) is not None)
+    assert isinstance(cache, DynamicCache)
+    assert all(layer.keys.shape[0] == 0 for layer in cache.layers)
+
+
+def test_an_empty_batch_under_a_transform_has_zero_gradients() -> None:
+    model: LlamaForCausalLM = zoo.tiny("llama")
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, torch.Tensor], ids: torch.Tensor) -> torch.Tensor:
+        return functional_call(model, params, (ids,), {"labels": ids}).loss
+
+    with opake.patched(model):
+        grads = grad(loss)(params, empty()["input_ids"])
+    assert all((g == 0).all() for g in grads.values())
+
+
+def test_an_empty_sequence_is_left_to_stock() -> None:
+    model = zoo.tiny("llama")
+    ids = torch.empty(2, 0, dtype=torch.long)
+
+    def run() -> str:
+        try:
+            return str(model(ids, use_cache=False).logits.shape)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    stock = run()
+    with opake.patched(model):
+        assert run() == stock
