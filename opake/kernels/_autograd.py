@@ -1,0 +1,145 @@
+"""Making a kernel differentiable: autograd, every functorch transform, second order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.func import vjp
+
+__all__ = ["apply", "double_backward", "elementwise_function", "in_front", "pull_back"]
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def elementwise_function(
+    name: str,
+    reference: Callable[..., Tensor],
+    fwd: Callable[..., Tensor],
+    bwd: Callable[..., Gradients],
+) -> Callable[..., Tensor]:
+    """Return a differentiable function of tensors whose examples may be computed side by side.
+
+    A mapped dimension becomes one more leading dimension of a single launch. Where forward mode or
+    a second derivative is asked for, plain PyTorch computes it.
+
+    Args:
+        name: of the autograd nodes.
+        reference: the same function in plain PyTorch.
+        fwd: ``fwd(*inputs)`` by kernel.
+        bwd: ``bwd(grad, *inputs, *wanted)`` by kernel, None where a gradient is not wanted.
+    """
+
+    class Backward(Function):
+        @staticmethod
+        def forward(*args: Any) -> Gradients:
+            return bwd(*args)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
+            count = len(inputs) // 2 + 1
+            ctx.wanted = inputs[count:]
+            ctx.save_for_backward(*inputs[:count])
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
+            grad, *inputs = ctx.saved_tensors
+            found = double_backward(reference, grad, inputs, ctx.wanted, cotangents)
+            return (*found, *(None for _ in inputs))
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+            found = Backward.apply(*in_front(info.batch_size, in_dims, *args))  # type: ignore[no-untyped-call]
+            return found, tuple(None if x is None else 0 for x in found)
+
+    class Forward(Function):
+        @staticmethod
+        def forward(*inputs: Tensor) -> Tensor:
+            return fwd(*inputs)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad
+            if forward_ad._current_level >= 0:
+                return pull_back(reference, grad, inputs, wanted)
+            return apply(Backward, bwd, grad, *inputs, *wanted)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
+            return Forward.apply(*in_front(info.batch_size, in_dims, *inputs)), 0  # type: ignore[no-untyped-call]
+
+    Forward.__name__ = Forward.__qualname__ = name
+    Backward.__name__ = Backward.__qualname__ = f"{name}Backward"
+
+    def fused(*inputs: Tensor) -> Tensor:
+        result: Tensor = apply(Forward, fwd, *inputs)
+        return result
+
+    return fused
+
+
+def apply(function: type[Function], forward: Callable[..., Any], *args: Any) -> Any:
+    """``function.apply(*args)``, at the least cost: ``forward`` alone where nothing is recorded.
+
+    ``args`` are all of the forward's; torch's own ``apply`` binds its signature at every call.
+    """
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    args = tuple([_alive(x) if isinstance(x, Tensor) else x for x in args])
+    if torch.is_grad_enabled():
+        for x in args:
+            if isinstance(x, Tensor) and x.requires_grad:
+                return super(Function, function).apply(*args)  # type: ignore[misc]
+    return forward(*args)
+
+
+def _alive(x: Tensor) -> Tensor:
+    """The tensor itself where the functorch level that wrapped it has ended."""
+    return torch._C._functorch.unwrap_if_dead(x)
+
+
+def in_front(batch_size: int, in_dims: Sequence[int | None], *args: Any) -> list[Any]:
+    """Move the mapped dimension of every tensor to the front, expanding what is not mapped."""
+    moved: list[Any] = []
+    for x, dim in zip(args, in_dims, strict=True):
+        if not isinstance(x, Tensor):
+            moved.append(x)
+        elif dim is None:
+            moved.append(x.expand(batch_size, *x.shape))
+        else:
+            moved.append(x.movedim(dim, 0))
+    return moved
+
+
+def pull_back(
+    reference: Callable[..., Tensor],
+    grad: Tensor,
+    inputs: Sequence[Tensor],
+    wanted: Sequence[bool],
+) -> Gradients:
+    """Return the wanted gradients by plain PyTorch, so that they can be differentiated again."""
+    _, pull = vjp(reference, *map(_alive, inputs))  # type: ignore[misc]
+    return tuple(g if want else None for g, want in zip(pull(grad), wanted, strict=True))
+
+
+def double_backward(
+    reference: Callable[..., Tensor],
+    grad: Tensor,
+    inputs: Sequence[Tensor],
+    wanted: Sequence[bool],
+    cotangents: Sequence[Tensor | None],
+) -> Gradients:
+    """Pull ``cotangents`` of the wanted gradients back to ``(grad, *inputs)``."""
+
+    def first_order(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return tuple(g for g in pull_back(reference, grad, inputs, wanted) if g is not None)
+
+    _, pull = vjp(first_order, _alive(grad), *map(_alive, inputs))  # type: ignore[misc]
+    return tuple(pull(tuple(c for c, want in zip(cotangents, wanted, strict=True) if want)))

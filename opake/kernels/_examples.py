@@ -1,0 +1,96 @@
+"""What operators are tested and timed on, drawn or declared, without a test library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Call(NamedTuple):
+    """Arguments of an operator. Floating-point tensors among ``args`` can be differentiated."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = {}  # noqa: RUF012  (a NamedTuple's default; never written)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A benchmark's input and what bounds its time.
+
+    Attributes:
+        label: names it in the results.
+        make: ``make(device, dtype)`` returns fresh, random arguments.
+        forward: elements that the forward pass must read and write at least once.
+        backward: the same for the backward pass alone.
+        flops: of both passes, where matrix products bound the operator.
+    """
+
+    label: str
+    make: Callable[[str, torch.dtype], Call]
+    forward: int
+    backward: int
+    flops: int = 0
+
+
+class Draw:
+    """Draws examples from ``integer(low, high)``, both inclusive, the one source of randomness."""
+
+    def __init__(
+        self,
+        integer: Callable[[int, int], int],
+        device: str = "cpu",
+        dtypes: Sequence[torch.dtype] = (torch.float32,),
+    ) -> None:
+        self.integer = integer
+        self.device = device
+        self.dtypes = tuple(dtypes)
+
+    def choice(self, options: Sequence[Any]) -> Any:
+        """Choose one of ``options``; the first is the simplest."""
+        return options[self.integer(0, len(options) - 1)]
+
+    def dtype(self) -> torch.dtype:
+        """Choose a dtype."""
+        dtype: torch.dtype = self.choice(self.dtypes)
+        return dtype
+
+    def shape(self, *, min_dims: int = 0, max_dims: int = 4, max_elements: int = 2048) -> list[int]:
+        """Draw a shape, sizes of zero and one included."""
+        shape: list[int] = []
+        room = max_elements
+        for _ in range(self.integer(min_dims, max_dims)):
+            size = self.integer(0, 9) if self.integer(0, 3) else self.integer(0, room)
+            shape.append(min(size, room))
+            room //= max(shape[-1], 1)
+        return shape
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Draw a tensor of normal numbers: contiguous, permuted, sliced, strided or expanded."""
+        generator = torch.Generator().manual_seed(self.integer(0, 2**31 - 1))
+        scale = self.choice([1.0, 8.0, 0.01, 100.0])
+
+        def normal(sizes: Sequence[int]) -> Tensor:
+            values: Tensor = torch.randn(tuple(sizes), generator=generator) * scale
+            return values.to(self.device, dtype)
+
+        layout = self.choice(["contiguous", "permuted", "sliced", "strided", "offset", "expanded"])
+        sizes = list(shape)
+        if not sizes or layout == "contiguous":
+            return normal(sizes)
+        axis = self.integer(0, len(sizes) - 1)
+        if layout == "permuted":
+            return normal([sizes[axis], *sizes[:axis], *sizes[axis + 1 :]]).movedim(0, axis)
+        if layout == "sliced":
+            return normal([*sizes[:-1], 2 * sizes[-1]])[..., sizes[-1] :]
+        if layout == "strided":
+            sizes[axis] *= 2
+            return normal(sizes)[(slice(None),) * axis + (slice(None, None, 2),)]
+        if layout == "offset":
+            size = torch.Size(sizes).numel()
+            return normal([size + 1])[1:].view(sizes)
+        sizes[axis] = 1
+        return normal(sizes).expand(tuple(shape))
