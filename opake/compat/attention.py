@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.integrations import sdpa_attention
 
+from opake.compat import folded_sdpa
 from opake.compat.transforms import transforms_active
 
 SDPA = "opake_sdpa"
@@ -20,7 +23,17 @@ SYMBOLS = (
         "sdpa_attention_forward",
         ("module", "query", "key", "value", "attention_mask"),
     ),
+    *folded_sdpa.SYMBOLS,
 )
+
+
+class _Folded(TorchFunctionMode):
+    """Runs torch's SDPA as :func:`~opake.compat.folded_sdpa.folded_sdpa`, in this thread."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._nn.scaled_dot_product_attention:
+            func = folded_sdpa.folded_sdpa
+        return func(*args, **(kwargs or {}))
 
 
 def sdpa(
@@ -31,12 +44,25 @@ def sdpa(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run transformers' SDPA attention; shapes (B, heads, S, head_dim), result (B, S, heads, D)."""
-    if transforms_active() and torch.is_autocast_enabled(query.device.type):
-        # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    attention: tuple[Tensor, Tensor | None] = sdpa_attention.sdpa_attention_forward(
-        module, query, key, value, attention_mask, **kwargs
-    )
+    """Run transformers' SDPA attention; shapes (B, heads, S, head_dim), result (B, S, heads, D).
+
+    Under a functorch transform, torch's operator runs once for all examples; a graph that dynamo
+    traces has stock's, which its compiler takes apart itself.
+    """
+    inputs: tuple[Tensor | None, ...] = (query, key, value, attention_mask)
+    redirect: Any = nullcontext()
+    if transforms_active():
+        if torch.is_autocast_enabled(query.device.type):
+            inputs = _autocast(inputs, torch.get_autocast_dtype(query.device.type))
+        if not torch.compiler.is_compiling():
+            redirect = _Folded()
+    with redirect:
+        attention: tuple[Tensor, Tensor | None] = sdpa_attention.sdpa_attention_forward(
+            module, *inputs, **kwargs
+        )
     return attention
+
+
+def _autocast(inputs: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
+    return tuple(x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs)
