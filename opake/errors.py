@@ -42,6 +42,10 @@ class PackedSequences(OpakeError, ValueError):
     """Position ids that pack several sequences into one row, under a functorch transform."""
 
 
+class UnsupportedTransform(OpakeError, NotImplementedError):
+    """A functorch transform that what it is applied to does not go through."""
+
+
 class MissingTarget(OpakeError, AttributeError):
     """The attribute or key that a patch would replace does not exist."""
 
