@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from opake import errors as errors
     from opake import functional as functional
+    from opake import kernels as kernels
     from opake import patches as patches
     from opake.api import check as check
+    from opake.api import guard_stats as guard_stats
     from opake.api import patch as patch
     from opake.api import patched as patched
     from opake.api import runtime as runtime
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
-    **dict.fromkeys(("check", "patch", "patched", "runtime", "unpatch"), "opake.api"),
+    **dict.fromkeys(
+        ("check", "guard_stats", "patch", "patched", "runtime", "unpatch"), "opake.api"
+    ),
     **dict.fromkeys(
         (
             "AttributePatch",
@@ -49,7 +53,7 @@ _WHERE = {
     ),
     **dict.fromkeys(("Family", "register_family"), "opake.families"),
 }
-_MODULES = ("errors", "functional", "patches")
+_MODULES = ("errors", "functional", "kernels", "patches")
 
 __all__ = [*_WHERE, *_MODULES]
 

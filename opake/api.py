@@ -17,6 +17,7 @@ from opake.engine.slots import ClassSlot
 from opake.errors import AlreadyPatched
 from opake.flags import Flags, resolve
 from opake.plan import Plan, find_model, plan_model, plan_runtime
+from opake.plan.guard import remember, stats
 
 logger = logging.getLogger("opake")
 
@@ -30,6 +31,7 @@ class Scope(PatchSet):
     def __init__(self, flags: Flags, *, strict: bool) -> None:
         plan = self._plan(flags)
         super().__init__(plan.patches, strict=strict)
+        self._guards = plan.guards
         self.flags = flags
         self._report = plan.report
         self._blocks: set[object] = set()  # a token for every with block that holds this scope
@@ -140,6 +142,7 @@ class Scope(PatchSet):
         plan = self._plan(self.flags)  # the model may have changed since
         self.patches, self._report = tuple(plan.patches), plan.report
         PatchSet.patch(self)
+        self._guards = plan.guards
         self._announce()
         on = [row for row in self._report if row.status == "on"]
         logger.info("%r: %d concerns, %d patches", self, len(on), len(self))
@@ -182,6 +185,7 @@ class ModelScope(Scope):
 
     def _announce(self) -> None:
         _SCOPES[id(self._inner)] = self
+        remember(self._inner, self._guards)
 
     def __repr__(self) -> str:
         name = type(self.model).__qualname__
@@ -339,6 +343,15 @@ def is_runtime_patched() -> bool:
     """Tell whether a :func:`runtime` scope is live."""
     live = RuntimeScope._current
     return live is not None and live.applied
+
+
+def guard_stats(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return how often the kernels ran in the scope that was opened last for ``model``.
+
+    ``{concern: {"ran": n, "fell_back": {reason: n}}}``, counted by calls; empty where no kernel
+    is on. Calls inside ``torch.compile`` run stock code, which inductor fuses, and are not counted.
+    """
+    return stats(_patched_part(model))
 
 
 def check(model: nn.Module, **flags: Any) -> Report:

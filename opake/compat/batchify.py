@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from opake.compat import empty
+from opake.compat import autocast, empty
 from opake.compat.transforms import transforms_active
 
 NDIM = {
@@ -39,6 +39,9 @@ _PER_TOKEN = (
 )
 """The arguments that have one dimension more where an example has several sequences."""
 
+PER_TOKEN_FIELDS = ("router_logits",)
+"""The output fields that have no batch dimension in stock: one row for every token of the batch."""
+
 LEADING = ("input_ids", "inputs_embeds")
 """The arguments that tell whether a call is batched."""
 
@@ -68,6 +71,8 @@ def batchify(names: tuple[str, ...], choices: bool = False) -> Callable[..., Any
         leading = None if call is None else _leading(call)
         if call is None or leading is None:
             return wrapped(*args, **kwargs)
+        if autocast.mixes_layer_norms(instance):
+            wrapped = functools.partial(autocast.with_wide_layer_norms, wrapped)
         name, value = leading
         if transforms_active() and value.ndim < ndim[name]:
             batched = {name: _batched(name, call[name], ndim) for name in call}
@@ -109,7 +114,8 @@ def _without_batch(output: Any) -> Any:
     if isinstance(output, Tensor):
         return output.squeeze(0) if output.ndim and output.shape[0] == 1 else output
     if isinstance(output, dict):  # transformers' ModelOutput is one, and takes its fields by name
-        return type(output)(**{key: _without_batch(value) for key, value in output.items()})
+        fields = {k: x if k in PER_TOKEN_FIELDS else _without_batch(x) for k, x in output.items()}
+        return type(output)(**fields)
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         return type(output)(*map(_without_batch, output))
     if isinstance(output, tuple | list):

@@ -7,6 +7,7 @@ in: functions of classes, wrapped by functions of modules. The patches themselve
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
@@ -38,6 +39,10 @@ def compose(inner: Any, wrapper: Wrapper, *, permanent: bool) -> types.FunctionT
         return wrapper(functools.partial(inner, self), self, args, kwargs)
 
     assert isinstance(forward, types.FunctionType)
+    # accelerate, unwrapping a model, takes what it finds at the end of the chain of __wrapped__.
+    del forward.__wrapped__
+    with contextlib.suppress(TypeError, ValueError):
+        forward.__signature__ = inspect.signature(inner)
     if permanent:
         _COMPOSED[inner, wrapper] = forward
         _PERMANENT.add(forward)
@@ -108,7 +113,7 @@ class _Cloner:
     def clone(self, function: Any) -> Any:
         """Return a copy of ``function``, or ``function`` where nothing of it reads the names."""
         if not isinstance(function, types.FunctionType):
-            return function
+            return self._clone_object(function)
         if function in self._made:
             return self._made[function]
         self._made[function] = function  # a function may close over itself
@@ -121,6 +126,18 @@ class _Cloner:
         made = self._made[function] = _copy(function, space, cells)
         if "__wrapped__" in vars(made):
             made.__wrapped__ = self.clone(made.__wrapped__)  # type: ignore[attr-defined]
+        return made
+
+    def _clone_object(self, item: Any) -> Any:
+        """Copy a callable object that wraps a function, as accelerate's mixed precision makes."""
+        if isinstance(item, type) or not (callable(item) and "__wrapped__" in _attributes(item)):
+            return item
+        old = _attributes(item)
+        new = {name: self.clone(value) for name, value in old.items()}
+        if all(new[name] is value for name, value in old.items()):
+            return item
+        made: Any = object.__new__(type(item))  # it may refuse to be copied
+        vars(made).update(new)
         return made
 
     def _namespace(self, function: types.FunctionType) -> dict[str, Any]:
@@ -151,6 +168,11 @@ def _copy(
     # What the engine notes on a function is about that one function.
     vars(made).update((k, v) for k, v in vars(function).items() if not k.startswith("_opake_"))
     return made
+
+
+def _attributes(item: Any) -> dict[str, Any]:
+    found: dict[str, Any] = getattr(item, "__dict__", {})
+    return found
 
 
 def _names(code: types.CodeType) -> set[str]:

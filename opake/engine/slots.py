@@ -98,6 +98,12 @@ class NamespaceSlot(Slot):
         else:
             vars(self.owner)[self.key] = value
 
+    def same(self, one: Any, other: Any) -> bool:
+        if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+            # Whoever takes a wrapper off a method binds what was in it anew.
+            return one.__func__ is other.__func__ and one.__self__ is other.__self__
+        return one is other
+
     def inherited(self) -> bool:
         # The class first: hasattr alone would run a cached_property, which stores its result.
         return _in_mro(type(self.owner), self.key) or hasattr(self.owner, self.key)

@@ -19,6 +19,8 @@ class Family:
         attention: the modules that dispatch on ``config._attn_implementation``.
         masks: the builders of ``transformers.masking_utils`` that ``base`` calls.
         masks_in: the method of ``base`` that calls them.
+        mlp: the module that computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, if any.
+        experts: the module of stacked experts that :mod:`transformers.integrations.moe` runs.
     """
 
     module: str
@@ -26,6 +28,8 @@ class Family:
     attention: tuple[str, ...]
     masks: tuple[str, ...] = ("create_causal_mask",)
     masks_in: str = "forward"
+    mlp: str | None = None
+    experts: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("attention", "masks"):

@@ -7,4 +7,5 @@ FAMILY = Family(
     base="Gemma2Model",
     attention=("Gemma2Attention",),
     masks=("create_causal_mask", "create_sliding_window_causal_mask"),
+    mlp="Gemma2MLP",
 )

@@ -6,4 +6,5 @@ FAMILY = Family(
     module="transformers.models.llama.modeling_llama",
     base="LlamaModel",
     attention=("LlamaAttention",),
+    mlp="LlamaMLP",
 )

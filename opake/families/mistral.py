@@ -7,4 +7,5 @@ FAMILY = Family(
     base="MistralModel",
     attention=("MistralAttention",),
     masks=("create_causal_mask", "create_sliding_window_causal_mask"),
+    mlp="MistralMLP",
 )

@@ -7,4 +7,5 @@ FAMILY = Family(
     base="MixtralModel",
     attention=("MixtralAttention",),
     masks=("create_causal_mask", "create_sliding_window_causal_mask"),
+    experts="MixtralExperts",
 )

@@ -7,4 +7,5 @@ FAMILY = Family(
     base="Qwen2Model",
     attention=("Qwen2Attention",),
     masks=("create_causal_mask", "create_sliding_window_causal_mask"),
+    mlp="Qwen2MLP",
 )

@@ -9,7 +9,6 @@ import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -20,7 +19,7 @@ from opake.engine.patchset import caller_depth
 from opake.errors import NotAModel, UnsupportedAttention, UnsupportedModel
 from opake.families import Family
 from opake.flags import CONCERNS, Flags
-from opake.plan import attention, calls, process
+from opake.plan import attention, calls, checkpointing, collators, experts, kernels, process
 from opake.plan.step import Concern, Context, Plan, ProcessConcern, Skip, Step
 from opake.symbols import Symbol
 
@@ -31,17 +30,25 @@ MODEL: dict[str, Concern] = {
     "sdpa": attention.SDPA,
     "batchify": calls.BATCHIFY,
     "vmap_masking": calls.MASKING,
+    "moe": experts.MOE,
+    "vmap_checkpointing": checkpointing.CHECKPOINTING,
     "kv_cache": calls.KV_CACHE,
+    "activation": kernels.ACTIVATION,
     "dropout": calls.DROPOUT,
 }
 """The concerns that act on one model."""
 
 PROCESS: dict[str, ProcessConcern] = {
     "first_order": process.FIRST_ORDER,
+    "vmap_checkpointing": checkpointing.VMAP_CHECKPOINTING,
+    "vmap_grouped_mm": experts.VMAP_GROUPED_MM,
+    "empty_batches": collators.EMPTY_BATCHES,
 }
 """The concerns that act on the process."""
 
+_NO_FAMILY = Family("", "", ())
 _LATER = Skip("not in this release")
+_RUNTIME_ONLY = Skip("acts on no model: use opake.runtime()")
 
 
 def find_model(model: Any) -> Any:
@@ -73,27 +80,21 @@ def plan_model(model: nn.Module, flags: Flags) -> Plan:
     if family is not None:
         _refuse_attention(inner, flags)
     symbols.verify(needed(family, flags))
-    context = Context(model, inner, family or Family("", "", ()), flags)
+    context = Context(model, inner, family or _NO_FAMILY, flags)
     stranger = "no transformers model" if inner is None else "unknown model_type"
 
     def build(name: str) -> Step | Skip:
-        if name in PROCESS:
-            return _with_model_part(PROCESS[name], context)
         concern = MODEL.get(name)
+        if concern is None and name in PROCESS:
+            shared = PROCESS[name]
+            return _RUNTIME_ONLY if shared.runtime_only else shared.build()
         if family is None and not (concern and concern.any_model):
             return Skip(stranger)
         return concern.build(context) if concern else _LATER
 
-    return _collect(flags, build)
-
-
-def _with_model_part(concern: ProcessConcern, context: Context) -> Step | Skip:
-    if concern.runtime_only:
-        return Skip("acts on no model: use opake.runtime()")
-    step = concern.build()
-    if isinstance(step, Skip) or concern.of_model is None:
-        return step
-    return replace(step, patches=[*step.patches, *concern.of_model(context)])
+    plan = _collect(flags, build)
+    plan.guards = context.guards
+    return plan
 
 
 def plan_runtime(flags: Flags) -> Plan:
@@ -165,13 +166,14 @@ def _symbols(family: Family | None, flags: Flags) -> Iterator[Symbol]:
     for name in CONCERNS:
         if not flags[name]:
             continue
-        if name in PROCESS:
+        concern = MODEL.get(name)
+        if concern is None:
             yield from _process_symbols(name)
-        elif family is not None and name in MODEL:
-            for module, dotted, parameters in MODEL[name].needs(family):
+        elif family is not None or concern.any_model:
+            for module, dotted, parameters in concern.needs(family or _NO_FAMILY):
                 yield Symbol(module, dotted, parameters, name)
 
 
 def _process_symbols(name: str) -> Iterator[Symbol]:
-    for module, dotted, parameters in PROCESS[name].needs():
+    for module, dotted, parameters in PROCESS[name].needs() if name in PROCESS else ():
         yield Symbol(module, dotted, parameters, name)

@@ -15,6 +15,7 @@ from opake.engine import Patch, Report, Row
 from opake.errors import UnsupportedTransformers
 from opake.families import Family
 from opake.flags import Flags
+from opake.plan.guard import Guard
 
 
 @dataclass
@@ -23,6 +24,7 @@ class Plan:
 
     patches: list[Patch] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    guards: dict[str, Guard] = field(default_factory=dict)
 
     @property
     def report(self) -> Report:
@@ -55,15 +57,21 @@ class Context:
     inner: Any
     family: Family
     flags: Flags
+    guards: dict[str, Guard] = field(default_factory=dict)
+
+    def guard(self, concern: str) -> Guard:
+        """Return what decides and counts the calls of the kernels of ``concern``."""
+        return self.guards.setdefault(concern, Guard(self.flags.min_elements))
 
     @functools.cached_property
-    def _all(self) -> list[nn.Module]:
-        return list(self.inner.modules())
+    def all_modules(self) -> list[nn.Module]:
+        """Every module of the transformers model; of ``model`` where there is none inside."""
+        return list((self.model if self.inner is None else self.inner).modules())
 
     def modules(self, *class_names: str) -> list[nn.Module]:
         """Return the modules of the family's classes of these names, subclasses included."""
         classes = tuple(symbols.resolve(self.family.module, name) for name in class_names)
-        return [module for module in self._all if isinstance(module, classes)]
+        return [module for module in self.all_modules if isinstance(module, classes)]
 
 
 Need = tuple[str, str, tuple[str, ...]]
@@ -90,10 +98,8 @@ class ProcessConcern:
 
     build: Callable[[], Step | Skip]
     needs: Callable[[], Iterable[Need]]
-    of_model: Callable[[Context], list[Patch]] | None = None
-    """What the concern changes on a model besides."""
     runtime_only: bool = False
-    """True where a model scope does not enter it."""
+    """True where a model scope does not enter it with itself."""
 
 
 def compat(name: str) -> Any:

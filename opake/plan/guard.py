@@ -1,0 +1,52 @@
+"""Whether a kernel runs, call by call, and how often it did."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from opake import kernels
+from opake.kernels import Op
+
+
+class Guard:
+    """Runs the kernels of one concern where they can and should, and counts.
+
+    Args:
+        min_elements: beats :func:`opake.kernels.config`; 0 is always, None as measured.
+    """
+
+    def __init__(self, min_elements: int | None) -> None:
+        self.min_elements = min_elements
+        self.ran = 0
+        self.fell_back: Counter[str] = Counter()
+
+    def call(self, op: Op, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
+        """Return ``op(*args)`` by its kernels, or ``stock(*args)``."""
+        run, reason = kernels.should_run(op, *args, min_elements=self.min_elements)
+        if run:
+            self.ran += 1
+            return op.fused(*args)
+        self.fell_back[reason] += 1
+        return stock(*args)
+
+    def stats(self) -> dict[str, Any]:
+        """Return ``{"ran": n, "fell_back": {reason: n}}``."""
+        return {"ran": self.ran, "fell_back": dict(self.fell_back)}
+
+
+_GUARDS: weakref.WeakKeyDictionary[nn.Module, dict[str, Guard]] = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, guards: dict[str, Guard]) -> None:
+    """Make ``guards`` those that :func:`stats` reads for ``model``."""
+    _GUARDS[model] = guards
+
+
+def stats(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the counts of every concern with kernels, of the scope that was opened last."""
+    return {concern: guard.stats() for concern, guard in _GUARDS.get(model, {}).items()}
