@@ -17,6 +17,14 @@ def test_upstream_has_what_the_family_needs(model_type):
     symbols.verify(wanted)
 
 
+@pytest.mark.parametrize("model_type", families.supported())
+def test_upstream_has_every_class_that_the_family_names(model_type):
+    family = families.find(model_type)
+    names = (family.base, *family.attention, *family.masks, family.mlp, family.experts)
+    assert len(set(names)) >= 3
+    symbols.verify(Symbol(family.module, name) for name in names if name)
+
+
 def test_a_mismatch_says_where_what_and_how_to_do_without():
     wanted = [
         Symbol("transformers.masking_utils", "no_such_builder", (), "vmap_masking"),

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
+from oracle import GRADIENT_BAR, assert_exact, errors, model_loss, per_example, stock_loop
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -14,7 +19,10 @@ from transformers import (
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    LlamaForCausalLM,
 )
+
+import opake
 
 VOCAB, LENGTH, PAD = 19, 6, 0
 
@@ -47,10 +55,72 @@ FIELDS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "gpt2": {**_GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "mixtral": {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2},
+    # Stock's grouped_mm knows no fp64 on a CPU.
+    "mixtral": {
+        **_DENSE,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 3,
+        "experts_implementation": "batched_mm",
+    },
     "bert": _BERT,
 }
 """The config of every family; windows are shorter than the rows of :func:`tokens`."""
+
+CACHE = next(
+    name
+    for name in ("cache", "past_key_values")
+    if name in inspect.signature(LlamaForCausalLM.forward).parameters
+)
+"""What this transformers calls a key/value cache."""
+
+# ---- what tests are parametrised by
+
+families = pytest.mark.parametrize("model_type", FIELDS)
+attention = pytest.mark.parametrize("attn", ["sdpa", "eager"])
+forms = pytest.mark.parametrize("batched", [True, False], ids=["batched", "unbatched"])
+
+_COMBINATIONS = [
+    ("sdpa", torch.float64),
+    ("eager", torch.float32),
+    ("sdpa", torch.float32),
+    ("eager", torch.float64),
+]
+
+
+def _mark(names: str, rows: list[tuple[Any, ...]]) -> Any:
+    ids = [
+        "-".join(f"fp{torch.finfo(x).bits}" if isinstance(x, torch.dtype) else str(x) for x in row)
+        for row in rows
+    ]
+    return pytest.mark.parametrize(tuple(names.split()), rows, ids=ids)
+
+
+def grid(names: Iterable[Any]) -> Any:
+    """Parametrise by ``name``, ``attn`` and ``dtype``: every name with either attention and dtype.
+
+    The two pairs that do so alternate, so that all four combinations come up.
+    """
+    pairs = (_COMBINATIONS[:2], _COMBINATIONS[2:])
+    rows = [(name, *pair) for i, name in enumerate(names) for pair in pairs[i % 2]]
+    return _mark("name attn dtype", rows)
+
+
+def turns(names: Iterable[Any]) -> Any:
+    """Parametrise by ``model_type``, ``name``, ``attn`` and ``dtype``, the last two taking turns.
+
+    For what has little to do with either: one run for every family and name.
+    """
+    rows = []
+    for i, model_type in enumerate(FIELDS):
+        for j, name in enumerate(names):
+            attn, dtype = _COMBINATIONS[(i + j) % 4]
+            rows.append((model_type, name, attn if sdpa(model_type) else "eager", dtype))
+    return _mark("model_type name attn dtype", rows)
+
+
+# ---- models
+
 
 HEADS = {
     "base": AutoModel,
@@ -61,6 +131,17 @@ HEADS = {
     "question": AutoModelForQuestionAnswering,
 }
 """The auto class of every head."""
+
+
+WORDS = {
+    "base": "nothing",
+    "causal": "the next token",
+    "masked": "masked tokens",
+    "sequence": "classes of sequences",
+    "token": "classes of tokens",
+    "question": "spans that answer a question",
+}
+"""What every head is for."""
 
 
 def lm_head(model_type: str) -> str:
@@ -82,22 +163,42 @@ def tiny(
     config: Any = None,
     **fields: Any,
 ) -> Any:
-    """The same model of two layers at every call. ``attn`` None: what stock would choose."""
+    """The same model of two layers at every call. ``attn`` None: what stock would choose.
+
+    Skips the test where stock has no such attention or head for the family.
+    """
+    if attn is not None and attn not in attentions(model_type):
+        pytest.skip(f"stock {model_type} has no {attn.upper()}")
+    head = head or lm_head(model_type)
+    if not has_head(model_type, head):
+        pytest.skip(f"stock {model_type} has no head for {WORDS[head]}")
     torch.manual_seed(0)
     shared = {"vocab_size": VOCAB, "initializer_range": 0.3, "pad_token_id": PAD}
     shared |= {"bos_token_id": 1, "eos_token_id": 2}
     config = config or AutoConfig.for_model(
         model_type, **{**shared, **FIELDS[model_type], **fields}
     )
-    auto = HEADS[head or lm_head(model_type)]
     options = {} if attn is None else {"attn_implementation": attn}
-    return auto.from_config(config, **options).to(dtype).train()
+    return HEADS[head].from_config(config, **options).to(dtype).train()
+
+
+def sdpa(model_type: str) -> bool:
+    """Tell whether a family has SDPA."""
+    cls = AutoModel._model_mapping[type(AutoConfig.for_model(model_type))]
+    return bool(cls._supports_sdpa)
 
 
 def attentions(model_type: str) -> tuple[str, ...]:
     """The attention implementations that a family has and that work under a transform."""
-    cls = HEADS["base"]._model_mapping[type(AutoConfig.for_model(model_type))]
-    return ("sdpa", "eager") if cls._supports_sdpa else ("eager",)
+    return ("sdpa", "eager") if sdpa(model_type) else ("eager",)
+
+
+def width(model: Any) -> int:
+    """The size of a hidden state."""
+    return model.get_input_embeddings().weight.shape[1]
+
+
+# ---- what they are given
 
 
 def tokens(size: int = 4, length: int = LENGTH, *, seed: int = 1) -> Tensor:
@@ -117,6 +218,9 @@ LEFT = lengths_mask([6, 4, 1, 5], "left")
 MIXED = torch.cat([RIGHT[:2], LEFT[2:]])
 FULLY_MASKED = lengths_mask([6, 0, 3, 6], "right")
 ONES = torch.ones(4, LENGTH, dtype=torch.long)
+HOLES = torch.tensor([[1, 0, 1, 1, 0, 1], [0, 1, 0, 0, 1, 0], [1, 1, 1, 1, 1, 1], [0] * LENGTH])
+EVERY = torch.cat([RIGHT[1:3], LEFT[1:2], HOLES[[0, 3]]])
+"""Right and left padding, a single token, holes, and nothing but padding."""
 MASKS = {
     "none": None,
     "ones": ONES,
@@ -136,3 +240,48 @@ def batch(mask: Tensor | None = None, *, size: int = 4, length: int = LENGTH) ->
     labels = ids.masked_fill(mask == 0, -100)
     labels[mask.sum(1) == 0] = 1  # a fully masked row has a loss too
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def embeddings(size: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Random ``inputs_embeds`` (size, LENGTH, width)."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(size, LENGTH, width, generator=generator).to(dtype)
+
+
+def left_positions(mask: Tensor) -> Tensor:
+    """Positions that count real tokens."""
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+# ---- what is asserted of them
+
+
+def last_hidden(output: Any) -> Tensor:
+    """A loss of a base model: uneven in every entry, alike with and without a batch dimension."""
+    hidden = output[0]
+    return (hidden * torch.arange(hidden.numel(), dtype=hidden.dtype).view_as(hidden).cos()).sum()
+
+
+def assert_loops(
+    model: Any,
+    batch: dict[str, Tensor],
+    loss_of: Callable[[Any], Tensor] = model_loss,
+    *,
+    floor: float = 1e-3,
+    forms: tuple[bool, ...] = (True, False),
+    **options: Any,
+) -> None:
+    """Assert that the patched model has the loop's numbers, given a batch dimension and none."""
+    expected = stock_loop(model, batch, loss_of, **options)
+    with opake.patched(model), torch.no_grad():
+        found = [
+            per_example(model, batch, loss_of, batched=batched, **options) for batched in forms
+        ]
+    noise = 0.0
+    if model.dtype == torch.float32 and errors(found[0], expected)[1] > GRADIENT_BAR[model.dtype]:
+        # Gradients that cancel: how far stock itself is from the truth.
+        wide = {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
+        truth = stock_loop(copy.deepcopy(model).double(), wide, loss_of, **options)
+        noise = errors(expected, truth)[1]
+    for result in found:
+        assert_exact(result, expected, floor=floor, noise=noise)
