@@ -23,7 +23,7 @@ PIN  := -c constraints/cpu.txt
 endif
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIN)
 
-.PHONY: demo test test-oldest property-tests lint bench clean
+.PHONY: demo test test-oldest matrix check-matrix property-tests lint bench clean
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(SITE) $(VENV)
@@ -53,14 +53,22 @@ demo: $(VENV)/.demo
 	$(RUN) examples/dp_finetune.py $(ARGS)
 
 test: $(VENV)/.test
-	$(PYTEST) $(ARGS)
+	$(PYTEST) --matrix $(VENV)/newest.json $(ARGS)
 
-# The engine and the models on the oldest supported transformers.
-OLDEST := tests/test_engine.py tests/test_mechanism.py tests/test_api.py tests/test_upstream.py \
-	tests/test_llama.py tests/test_llama_generate.py tests/test_attacks.py \
-	tests/test_attacks_restore.py property_tests/test_llama_properties.py
+# All that touches transformers, on the oldest supported one.
+NOT_OLDEST := demo notebooks readme functional functional_clipping functional_storage kernels
+OLDEST := tests property_tests $(NOT_OLDEST:%=--ignore tests/test_%.py) \
+	--ignore property_tests/test_functional_properties.py \
+	--ignore property_tests/test_kernel_properties.py
 test-oldest: $(VENV)/.oldest
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) $(OLDEST) $(ARGS)
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) --matrix $(VENV)/oldest.json $(OLDEST) $(ARGS)
+
+# The support matrix of the documentation, from the two runs above.
+MATRIX = $(RUN) docs/support_matrix.py $(VENV)/oldest.json $(VENV)/newest.json
+matrix: test test-oldest
+	$(MATRIX)
+check-matrix:
+	$(MATRIX) --check
 
 property-tests: $(VENV)/.test
 	HYPOTHESIS_PROFILE=thorough $(PYTEST) --timeout 3600 property_tests $(ARGS)
