@@ -1,7 +1,7 @@
 """Render the support matrix from what the tests wrote with ``--matrix``.
 
-python docs/support_matrix.py RUN.json ...             keeps the runs; rewrites README.md, support.md
-python docs/support_matrix.py RUN.json ... --check     fails where the committed one says otherwise
+python docs/support_matrix.py RUN.json ...            keeps the runs; rewrites README, support.md
+python docs/support_matrix.py RUN.json ... --check    fails where the committed one says otherwise
 """
 
 from __future__ import annotations
