@@ -20,10 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from opake._functorch import SYMBOLS as FUNCTORCH
+from opake._functorch import apply
 from opake.compat.batchify import by_name
 from opake.compat.transforms import transforms_active
 
 SYMBOLS = (
+    *FUNCTORCH,
     (
         "transformers.integrations.moe",
         "use_experts_implementation",
@@ -124,13 +127,13 @@ def grouped_linear(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
     for every chosen expert, whatever the number of examples, but for the gradients of shared
     weights, where it is one for every expert that an example chose. Reads ``ids`` on the host.
     """
-    y: Tensor = _GroupedLinear.apply(x, weight, ids)  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_GroupedLinear, x, weight, ids)
     return y
 
 
 def grouped_outer(x: Tensor, z: Tensor, ids: Tensor, experts: int) -> Tensor:
     """``y[e] = x[ids == e].T @ z[ids == e]``: x (T, I), z (T, O), ids (T,); y (E, I, O)."""
-    y: Tensor = _GroupedOuter.apply(x, z, ids, experts)  # type: ignore[no-untyped-call]
+    y: Tensor = apply(_GroupedOuter, x, z, ids, experts)
     return y
 
 

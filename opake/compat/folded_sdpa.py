@@ -20,12 +20,15 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.nn import functional as F
 
+from opake._functorch import SYMBOLS as FUNCTORCH
+from opake._functorch import apply
 from opake.compat.transforms import unwrap
 from opake.errors import UnsupportedAttention
 
 _HOOKS = "_autograd._saved_tensors_hooks"
 
 SYMBOLS = (
+    *FUNCTORCH,
     ("torch", "_scaled_dot_product_attention_math", ()),
     ("torch._C", f"{_HOOKS}_enable", ()),
     ("torch._C", f"{_HOOKS}_disable", ()),
@@ -61,7 +64,7 @@ def folded_sdpa(
     call = _Call(dropout_p, is_causal, scale, enable_gqa, needs_grad)
     if forward_ad._current_level >= 0 or (dropout_p > 0 and not _draws_per_example(inputs)):
         return _plain(inputs, call)
-    output: Tensor = _Forward.apply(*inputs, call)[0]  # type: ignore[no-untyped-call]
+    output: Tensor = apply(_Forward, *inputs, call)[0]
     return output
 
 
@@ -307,13 +310,13 @@ class _Forward(torch.autograd.Function):
             _refuse_dropout(call)
             return *_plain_backward(grad, inputs, call), None
         state = replace(ctx.state, saved=tuple(saved))
-        return *_Backward.apply(grad, *inputs, state), None  # type: ignore[no-untyped-call]
+        return *apply(_Backward, grad, *inputs, state), None
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         *inputs, call = args
         inputs, batch = _fold_inputs(inputs, in_dims[:4], info.batch_size, call)
-        output, state = _Forward.apply(*inputs, call)  # type: ignore[no-untyped-call]
+        output, state = apply(_Forward, *inputs, call)
         return (_unfold(output, info.batch_size, batch), state), (0, None)
 
 
@@ -357,12 +360,12 @@ class _Backward(torch.autograd.Function):
         size, dims = info.batch_size, in_dims[1:5]
         grad = _front(grad, in_dims[0], size)
         if dims == _NONE:  # several gradients of one output
-            rows = [_Backward.apply(row, *args) for row in grad]  # type: ignore[no-untyped-call]
+            rows = [apply(_Backward, row, *args) for row in grad]
             columns = zip(*rows, strict=True)
             grads = tuple(None if column[0] is None else torch.stack(column) for column in columns)
         else:
             folded, batch = _fold_inputs(inputs, dims, size, state.call)
-            found = _Backward.apply(_fold(grad, batch), *folded, state)  # type: ignore[no-untyped-call]
+            found = apply(_Backward, _fold(grad, batch), *folded, state)
             grads = tuple(
                 None if x is None else _unfold_grad(x, like, dim, size, batch)
                 for x, like, dim in zip(found, inputs, dims, strict=True)

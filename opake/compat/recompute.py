@@ -15,9 +15,12 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers.utils import output_capturing
 
+from opake._functorch import SYMBOLS as FUNCTORCH
+from opake._functorch import apply
 from opake.errors import UnsupportedTransform
 
 SYMBOLS = (
+    *FUNCTORCH,
     ("torch._C", "_functorch.is_functorch_wrapped_tensor", ()),
     ("torch.utils.checkpoint", "get_device_states", ()),
     ("torch.utils.checkpoint", "set_device_states", ("devices", "states", "device_type")),
@@ -130,7 +133,7 @@ def _is_followed(leaf: Any) -> bool:
 
 def join(call: Call, outputs: Sequence[Tensor], operands: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return ``outputs``, the floats of ``call``, with a gradient by ``operands``."""
-    joined: tuple[Tensor, ...] = _Join.apply(call, len(outputs), *outputs, *operands)  # type: ignore[no-untyped-call]
+    joined: tuple[Tensor, ...] = apply(_Join, call, len(outputs), *outputs, *operands)
     return joined
 
 
@@ -151,7 +154,7 @@ class _Join(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         wanted = ctx.needs_input_grad[2 + ctx.count :]
         pullback = _Pullback(ctx.call, ctx.count, wanted)
-        found = iter(_Gradient.apply(pullback, *grads, *ctx.saved_tensors))  # type: ignore[no-untyped-call]
+        found = iter(apply(_Gradient, pullback, *grads, *ctx.saved_tensors))
         return *[None] * (2 + ctx.count), *(next(found) if wants else None for wants in wanted)
 
     @staticmethod
@@ -165,7 +168,7 @@ class _Join(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, call: Any, count: int, *tensors: Tensor) -> Any:
         outputs, operands = in_dims[2 : 2 + count], in_dims[2 + count :]
         mapped = _mapped(call, info, operands, outputs)
-        return _Join.apply(mapped, count, *tensors), outputs  # type: ignore[no-untyped-call]
+        return apply(_Join, mapped, count, *tensors), outputs
 
 
 class _Gradient(torch.autograd.Function):
@@ -189,7 +192,7 @@ class _Gradient(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, pullback: Any, *tensors: Tensor) -> Any:
         mapped = _mapped(pullback, info, in_dims[1:], 0)
-        return _Gradient.apply(mapped, *tensors), 0  # type: ignore[no-untyped-call]
+        return apply(_Gradient, mapped, *tensors), 0
 
 
 class _Pullback:

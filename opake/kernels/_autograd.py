@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.func import vjp
 
-__all__ = ["apply", "double_backward", "elementwise_function", "in_front", "pull_back"]
+from opake._functorch import alive, apply
+
+__all__ = ["double_backward", "elementwise_function", "in_front", "pull_back"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -52,7 +53,7 @@ def elementwise_function(
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-            found = Backward.apply(*in_front(info.batch_size, in_dims, *args))  # type: ignore[no-untyped-call]
+            found = apply(Backward, *in_front(info.batch_size, in_dims, *args))
             return found, tuple(None if x is None else 0 for x in found)
 
     class Forward(Function):
@@ -69,40 +70,20 @@ def elementwise_function(
             inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad
             if forward_ad._current_level >= 0:
                 return pull_back(reference, grad, inputs, wanted)
-            return apply(Backward, bwd, grad, *inputs, *wanted)
+            return apply(Backward, grad, *inputs, *wanted)
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
-            return Forward.apply(*in_front(info.batch_size, in_dims, *inputs)), 0  # type: ignore[no-untyped-call]
+            return apply(Forward, *in_front(info.batch_size, in_dims, *inputs)), 0
 
     Forward.__name__ = Forward.__qualname__ = name
     Backward.__name__ = Backward.__qualname__ = f"{name}Backward"
 
     def fused(*inputs: Tensor) -> Tensor:
-        result: Tensor = apply(Forward, fwd, *inputs)
+        result: Tensor = apply(Forward, *inputs)
         return result
 
     return fused
-
-
-def apply(function: type[Function], forward: Callable[..., Any], *args: Any) -> Any:
-    """``function.apply(*args)``, at the least cost: ``forward`` alone where nothing is recorded.
-
-    ``args`` are all of the forward's; torch's own ``apply`` binds its signature at every call.
-    """
-    if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
-    args = tuple([_alive(x) if isinstance(x, Tensor) else x for x in args])
-    if torch.is_grad_enabled():
-        for x in args:
-            if isinstance(x, Tensor) and x.requires_grad:
-                return super(Function, function).apply(*args)  # type: ignore[misc]
-    return forward(*args)
-
-
-def _alive(x: Tensor) -> Tensor:
-    """The tensor itself where the functorch level that wrapped it has ended."""
-    return torch._C._functorch.unwrap_if_dead(x)
 
 
 def in_front(batch_size: int, in_dims: Sequence[int | None], *args: Any) -> list[Any]:
@@ -125,7 +106,7 @@ def pull_back(
     wanted: Sequence[bool],
 ) -> Gradients:
     """Return the wanted gradients by plain PyTorch, so that they can be differentiated again."""
-    _, pull = vjp(reference, *map(_alive, inputs))  # type: ignore[misc]
+    _, pull = vjp(reference, *map(alive, inputs))  # type: ignore[misc]
     return tuple(g if want else None for g, want in zip(pull(grad), wanted, strict=True))
 
 
@@ -141,5 +122,5 @@ def double_backward(
     def first_order(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(g for g in pull_back(reference, grad, inputs, wanted) if g is not None)
 
-    _, pull = vjp(first_order, _alive(grad), *map(_alive, inputs))  # type: ignore[misc]
+    _, pull = vjp(first_order, alive(grad), *map(alive, inputs))  # type: ignore[misc]
     return tuple(pull(tuple(c for c, want in zip(cotangents, wanted, strict=True) if want)))
