@@ -14,9 +14,7 @@ import argparse
 import contextlib
 import json
 import math
-import platform
 import statistics
-import subprocess
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
+from host import describe
 from torch import Tensor
 from torch.func import grad, vmap
 from torch.nn import functional as F
@@ -250,11 +248,6 @@ def rows(shape: Shape, device: str, repeats: int) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
 def main() -> None:
     """Run every case, write the file, and fail where a check failed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -268,12 +261,7 @@ def main() -> None:
         found.append(row)
         print(json.dumps(row), flush=True)
     result = {
-        "gpu": None if arguments.smoke else torch.cuda.get_device_name(),
-        "host": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": arguments.commit or _commit(),
+        **describe(arguments.commit),
         "dtype": "bfloat16",
         "shape": shape._asdict(),
         "rows": found,

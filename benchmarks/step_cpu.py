@@ -95,22 +95,10 @@ def compare(pairs: int, batch: int, length: int) -> dict[str, object]:
 
 def environment() -> dict[str, object]:
     """Return what the numbers depend on."""
-    import torch
-    import transformers
+    from host import describe
 
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "host": platform.machine(),
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": 1,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit,
-    }
+    cores = {"processor": _processor(), "cores": os.cpu_count(), "threads": 1}
+    return {**describe(), **cores}
 
 
 def _processor() -> str:

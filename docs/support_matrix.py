@@ -69,11 +69,21 @@ def replaced(text: str, new: str) -> str:
     return f"{before}{new}{after}"
 
 
+def documents(runs: list[Run]) -> dict[Path, str]:
+    """Return what the files of the documentation have to say."""
+    new = section(runs)
+    return {
+        README: replaced(README.read_text(), new),
+        DOCS / "support.md": f"# What is supported\n\n{new}\n",
+    }
+
+
 def check(runs: list[Run]) -> int:
-    """Return 1, and say why, where the table of ``runs`` is not the committed one."""
-    if table(runs) == table(committed()):
+    """Return 1, and say why, where the documentation is not what these runs found."""
+    stale = [path.name for path, text in documents(committed()).items() if path.read_text() != text]
+    if table(runs) == table(committed()) and not stale:
         return 0
-    print("the support matrix in the documentation is not what these runs found: make matrix")
+    print(f"the documentation is not what these runs found: make matrix {stale}")
     print(table(runs))
     return 1
 
@@ -83,14 +93,14 @@ def main() -> int:
     runs = load([Path(a) for a in sys.argv[1:] if a != "--check"])
     if "--check" in sys.argv:
         return check(runs)
+    (DOCS / "support").mkdir(exist_ok=True)
     for old in (DOCS / "support").glob("*.json"):
         old.unlink()
     for run in runs:
         path = DOCS / "support" / f"transformers-{run['transformers']}.json"
         path.write_text(json.dumps(run, indent=1) + "\n")
-    new = section(runs)
-    README.write_text(replaced(README.read_text(), new))
-    (DOCS / "support.md").write_text(f"# What is supported\n\n{new}\n")
+    for path, text in documents(runs).items():
+        path.write_text(text)
     return 0
 
 

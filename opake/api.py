@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import sys
 import weakref
@@ -15,7 +16,7 @@ from torch import nn
 from opake.engine import AttributePatch, Patch, PatchSet, Report, stacks
 from opake.engine.slots import ClassSlot
 from opake.errors import AlreadyPatched
-from opake.flags import Flags, resolve
+from opake.flags import Flags, boolean, resolve
 from opake.plan import Plan, find_model, plan_model, plan_runtime
 from opake.plan.guard import remember, stats
 
@@ -187,6 +188,10 @@ class ModelScope(Scope):
         _SCOPES[id(self._inner)] = self
         remember(self._inner, self._guards)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelScope:
+        """Return a scope of the copied model, not applied: copies come out stock."""
+        return ModelScope(copy.deepcopy(self.model, memo), self.flags, strict=self.strict)
+
     def __repr__(self) -> str:
         name = type(self.model).__qualname__
         state = f"applied at {self.opened_at}" if self.applied else "not applied"
@@ -231,6 +236,9 @@ class RuntimeScope(Scope):
             logger.info("a class attribute was written: torch.compiler.reset()")
             torch.compiler.reset()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> RuntimeScope:
+        return RuntimeScope(self.flags, reset_compile=self.reset_compile, strict=self.strict)
+
     def __repr__(self) -> str:
         state = f"applied at {self.opened_at}" if self.applied else "not applied"
         return f"<opake.runtime(): {len(self)} patches, {state}>"
@@ -274,8 +282,11 @@ def patched(
         model: a transformers model, also inside PEFT, ``torch.compile`` or FSDP2.
         compat: make it work under ``vmap(grad(...))``.
         performance: save memory on any device.
-        kernels, peft, mode, min_elements: of the fused kernels, which are not in this release:
-            accepted, and shown as skipped by :meth:`~PatchSet.explain`.
+        kernels: run on the fused Triton kernels where there is a GPU, or on those that are named
+            (``["swiglu"]``); None is ``performance``.
+        peft: fuse adapters; accepted, and shown as skipped by :meth:`~PatchSet.explain`.
+        mode: ``"infer"`` leaves out what only training has.
+        min_elements: from how many elements kernels run: 0 always, None as measured.
         strict: raise after leaving if somebody else wrote over a patch, instead of warning.
         **concerns: single concerns, beating their umbrella (``kv_cache=False``). ``dropout=True``
             sets every dropout probability to 0 inside.
@@ -299,7 +310,7 @@ def patched(
         **concerns,
     )
     with stacks.LOCK:
-        return ModelScope(model, flags, strict=strict)
+        return ModelScope(model, flags, strict=boolean("strict", strict))
 
 
 def patch(model: nn.Module, **flags: Any) -> Scope:
@@ -335,8 +346,9 @@ def runtime(
         strict: as in :func:`patched`.
     """
     flags = resolve(compat=compat, performance=performance, **concerns)
+    reset = boolean("reset_compile", reset_compile)
     with stacks.LOCK:
-        return RuntimeScope(flags, reset_compile=reset_compile, strict=strict)
+        return RuntimeScope(flags, reset_compile=reset, strict=boolean("strict", strict))
 
 
 def is_runtime_patched() -> bool:

@@ -94,11 +94,16 @@ def resolve(
     known = (*UMBRELLAS, *CONCERNS, "mode", "min_elements")
     for name in concerns:
         if name not in CONCERNS:
+            if name in KERNEL_CONCERNS:
+                concern = KERNEL_CONCERNS[name]
+                raise UnknownFlag(
+                    f"{name!r} is a kernel, not a flag: pass {concern}=True, or kernels=[{name!r}]"
+                )
             raise UnknownFlag(f"unknown flag {name!r}{_nearest(name, known)}")
     switches = {
-        "compat": _boolean("compat", compat),
-        "performance": _boolean("performance", performance),
-        "peft": _boolean("peft", peft),
+        "compat": boolean("compat", compat),
+        "performance": boolean("performance", performance),
+        "peft": boolean("peft", peft),
     }
     chosen = _kernels(kernels, default=switches["performance"])
     switches["kernels"] = chosen is True
@@ -136,10 +141,11 @@ def _value(name: str, value: Any) -> bool | int:
         if not isinstance(value, int) or value <= 0:
             raise InvalidArgument(f"{name} is a bool or a positive tile width, found {value!r}")
         return value
-    return _boolean(name, value)
+    return boolean(name, value)
 
 
-def _boolean(name: str, value: Any) -> bool:
+def boolean(name: str, value: Any) -> bool:
+    """Return ``value``, or raise :class:`~opake.errors.InvalidArgument`."""
     if not isinstance(value, bool):
         raise InvalidArgument(f"{name} is True or False, found {value!r}")
     return value

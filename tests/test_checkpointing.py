@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,9 +18,11 @@ import transformers.modeling_layers
 import transformers.modeling_utils
 import zoo
 from oracle import (
+    GRADIENT_BAR,
     Result,
     Snapshot,
     assert_exact,
+    error,
     model_loss,
     peak_memory,
     per_example,
@@ -185,9 +188,24 @@ def test_with_preserve_rng_state_false_the_recompute_draws_anew() -> None:
     assert not same_bits(found.grads, expected.grads)
 
 
+def with_fp32_norms(model: nn.Module) -> nn.Module:
+    """A model in bf16, but for its layer norms: under autocast those meet two dtypes."""
+    model.bfloat16()
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.float()
+    return model
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "gpt2"])
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("within", [False, True], ids=["around all", "around the forward"])
-def test_the_recompute_runs_under_the_autocast_of_the_forward(within: bool) -> None:
-    model = zoo.tiny("llama")
+def test_the_recompute_runs_under_the_autocast_of_the_forward(
+    within: bool, half: bool, model_type: str
+) -> None:
+    model = zoo.tiny(model_type)
+    if half:
+        with_fp32_norms(model)
     inner, outer = (torch.bfloat16, None) if within else (None, torch.bfloat16)
 
     def loss(params: Any, ids: Tensor) -> Tensor:
@@ -202,6 +220,32 @@ def test_the_recompute_runs_under_the_autocast_of_the_forward(within: bool) -> N
         with opake.patched(model), torch.no_grad(), cast:
             results.append(vmap(grad(loss), (None, 0))(trainable(model), ROWS["input_ids"]))
     assert same_bits(results[1], results[0])
+
+
+@pytest.mark.parametrize("by", ["weights", "embeddings"])
+def test_autocast_keeps_nothing_that_lacks_a_graph(by: str) -> None:
+    model = enable(zoo.tiny("llama"))
+    ids = ROWS["input_ids"]
+    inputs = model.get_input_embeddings()(ids).detach()
+    weights = [p for name, p in model.named_parameters() if name.endswith("_proj.weight")]
+
+    def plain() -> tuple[Tensor, ...]:
+        for layer in checkpointed(model):
+            layer.gradient_checkpointing = False
+        loss = model(input_ids=ids, labels=ids).loss
+        return torch.autograd.grad(loss, weights)
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        return model(inputs_embeds=x, labels=labels).loss
+
+    with opake.patched(model), torch.autocast("cpu", torch.bfloat16):
+        if by == "weights":
+            torch.autograd.grad(vmap(loss)(inputs, ids).sum(), weights)
+        else:
+            vmap(grad(loss))(inputs, ids)
+        found = plain()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same_bits(list(found), list(plain()))
 
 
 # ---- of the right parameters
@@ -491,29 +535,51 @@ def test_selective_checkpointing_raises() -> None:
         run(model)
 
 
-class Scaled(nn.Module):
-    """Multiplies what a module returns by a tensor that it is not given."""
+class Joined(nn.Module):
+    """Joins what a module returns with a tensor that it is not given."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x) * self.held[0]
+        return self.join(self.inner(x), self.held[0])
 
 
-@pytest.mark.parametrize("followed", [True, False])
-def test_a_tensor_that_a_layer_is_not_given_raises_where_it_needs_a_gradient(
-    followed: bool,
-) -> None:
+LOST: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda y, held: y * held,
+    "product with what is given": lambda y, held: held * y.new_ones(()) + y,
+    "in place": lambda y, held: y.add_(held),
+    "list": lambda y, held: torch.stack([y, held.expand_as(y)]).sum(0),
+    "keyword": lambda y, held: torch.add(y, other=held),
+}
+KEPT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "detached": lambda y, held: y * held.detach(),
+    "dtype": lambda y, held: y.to(held.dtype),
+    "zeros": lambda y, held: y + torch.zeros_like(held),
+    "comparison": lambda y, held: torch.where(held > 0, y, -y),
+    "a graph of its own": lambda y, held: y + with_a_graph(held),
+}
+
+
+def with_a_graph(held: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return (held * 2).detach()
+
+
+@pytest.mark.parametrize("how", [*LOST, *KEPT, "product of a detached"])
+def test_a_tensor_that_a_layer_is_not_given_raises_where_it_needs_a_gradient(how: str) -> None:
+    followed = how in LOST
     model = enable(llama())
     layer = model.model.layers[0]
-    layer.mlp = Scaled(layer.mlp)
+    layer.mlp = Joined(layer.mlp)
+    object.__setattr__(layer.mlp, "join", {**LOST, **KEPT}.get(how, LOST["product"]))
     scale = torch.tensor(2.0, dtype=torch.float64)
     ids = ROWS["input_ids"]
 
     def loss(scale: Tensor, ids: Tensor) -> Tensor:
-        object.__setattr__(layer.mlp, "held", [scale if followed else scale.detach()])
+        held = scale.detach() if how == "product of a detached" else scale
+        object.__setattr__(layer.mlp, "held", [held])
         return model(input_ids=ids, labels=ids).loss + scale
 
     with opake.patched(model):
@@ -701,7 +767,66 @@ def test_both_scopes_at_once_in_any_order() -> None:
         assert not snapshot.changes()
 
 
-def test_threads_with_and_without_a_transform_share_a_model() -> None:
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run ``work(i)`` in as many threads, which take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("by", ["embeddings", "weights"])
+def test_threads_share_a_model(by: str) -> None:
+    model = llama()
+    ids = ROWS["input_ids"]
+    inputs = model.get_input_embeddings()(ids).detach()
+    weights = [p for name, p in model.named_parameters() if "layers" in name]
+
+    def loss(x: Tensor, labels: Tensor) -> Tensor:
+        return model(inputs_embeds=x, labels=labels).loss
+
+    def stock(leaves: Callable[[Tensor], list[Tensor]]) -> list[list[Tensor]]:
+        rows = [x[None].clone().requires_grad_() for x in inputs]
+        return [
+            list(torch.autograd.grad(loss(x, y[None]), leaves(x)))
+            for x, y in zip(rows, ids, strict=True)
+        ]
+
+    if by == "embeddings":
+        expected = [torch.cat([row[0] for row in stock(lambda x: [x])])]
+    else:
+        expected = [torch.stack(xs).sum(0) for xs in zip(*stock(lambda x: weights), strict=True)]
+    found: list[list[Tensor]] = []
+
+    def work(_: int) -> None:
+        for _ in range(4):
+            if by == "embeddings":
+                found.append([vmap(grad(loss))(inputs, ids).detach()])
+            else:  # autograd's own, beneath the transform
+                total = vmap(loss)(inputs, ids).sum()
+                found.append(list(torch.autograd.grad(total, weights)))
+
+    enable(model)
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with opake.patched(model):
+        in_threads(3, work)
+    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert list(now) == list(state)
+    assert all(now[name] is x for name, x in state.items())
+    assert len(found) == 12
+    for grads in found:
+        assert all(
+            error(a, b) < GRADIENT_BAR[torch.float64] for a, b in zip(grads, expected, strict=True)
+        )
+
+
+def test_threads_of_two_models_with_and_without_a_transform() -> None:
     model = enable(llama(), use_reentrant=False)
     expected = stock_loop(model, ROWS, use_cache=False)
     found: dict[str, list[Any]] = {"rows": [], "plain": []}
@@ -713,7 +838,7 @@ def test_threads_with_and_without_a_transform_share_a_model() -> None:
             found["rows"].append(Result(losses, grads))
 
     def plain() -> None:
-        # Another model: functional_call puts its tensors into the modules themselves.
+        # Not of that model: functional_call puts its tensors into the modules themselves.
         found["plain"].extend(stock_of(other) for _ in range(3))
 
     def stock_of(net: Any) -> Tensor:

@@ -132,6 +132,26 @@ def test_a_cache_that_comes_back_has_no_rows() -> None:
     assert all(layer.keys.shape[0] == 0 for layer in cache.layers)
 
 
+@pytest.mark.parametrize("where", ["call", "config"])
+def test_a_routers_auxiliary_loss_adds_nothing(where: str) -> None:
+    fields = {"output_router_logits": True} if where == "config" else {}
+    model = zoo.tiny("mixtral", router_aux_loss_coef=1.0, **fields)
+    call = empty(num_items_in_batch=4, **({"output_router_logits": True} if not fields else {}))
+    with opake.patched(model):
+        output = model(**call)
+    assert output.loss == 0
+    assert_zero_gradients(model, output.loss)
+
+
+def test_an_empty_batch_with_a_cache_of_its_own_is_left_to_stock() -> None:
+    model = zoo.tiny("llama").eval()
+    with opake.patched(model), torch.no_grad():
+        output = model(empty()["input_ids"], use_cache=True)
+        name = next(name for name in CACHE_NAMES if output.get(name) is not None)
+        with pytest.raises(RuntimeError, match="shape"):
+            model(empty()["input_ids"], **{name: output[name]})
+
+
 def test_an_empty_batch_under_a_transform_has_zero_gradients() -> None:
     model: LlamaForCausalLM = zoo.tiny("llama")
     params = {name: p.detach() for name, p in model.named_parameters()}

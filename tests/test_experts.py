@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.hooks import ModelHook, add_hook_to_module
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from oracle import (
     Result,
     Snapshot,
@@ -287,16 +288,140 @@ def test_the_implementation_set_inside_the_scope_counts() -> None:
     assert model.config._experts_implementation == "eager"
 
 
+class Rescaling(ModelHook):
+    """Rescales the tokens that the experts get, and counts the calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_stacked(module):
+            self.calls += 1
+            args = (args[0] * 3, *args[1:])
+        return args, kwargs
+
+
+@implementations
 @pytest.mark.parametrize("everywhere", [False, True])
-def test_under_the_hooks_of_accelerate(everywhere: bool) -> None:
-    model = make(dtype=torch.float64, output_router_logits=True)
-    expected = stock_loop(model, padded())
+def test_under_the_hooks_of_accelerate(everywhere: bool, impl: str) -> None:
+    dtype = torch.float32 if impl == "grouped_mm" else torch.float64
+    model, hook = make(impl, dtype, output_router_logits=True), Rescaling()
+    plain = stock_loop(model, padded())
     for module in model.modules() if everywhere else [model]:
-        add_hook_to_module(module, ModelHook())
+        add_hook_to_module(module, hook)
+    expected = stock_loop(model, padded())
+    assert hook.calls == 4 * 2 * everywhere
+    hook.calls = 0
+    assert (errors(expected, plain)[1] > 0.1) == everywhere
     before = Snapshot(model)
     with opake.patched(model):
-        assert_exact(per_example(model, padded(), batched=False), expected)
+        found = per_example(model, padded(), batched=False)
+    assert_exact(found, expected, **({"noise": BAR / 2} if impl == "grouped_mm" else {}))
+    assert hook.calls == 2 * everywhere  # one call for all examples
     assert before.changes() == []
+
+
+class Layer:
+    """A layer of the user's: rescales the tokens that the experts get, and counts the calls."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls = 0
+        modules = filter(is_stacked, model.modules())
+        self.patches = opake.PatchSet([opake.ForwardPatch(m, self) for m in modules])
+
+    def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        self.calls += 1
+        return wrapped(args[0] * 3, *args[1:], **kwargs)
+
+
+ORDERS = ["under the scope", "over the scope", "between two scopes", "left inside"]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_layer_of_the_users_stays(order: str) -> None:
+    model = make(dtype=torch.float64)
+    layer, scopes = Layer(model), [opake.patched(model), opake.patched(model.model)]
+    before = Snapshot(model)
+    plain = stock_loop(model, batch())
+    hooks = [
+        module.register_forward_pre_hook(lambda m, args: (args[0] * 3, *args[1:]))
+        for module in filter(is_stacked, model.modules())
+    ]
+    expected = stock_loop(model, batch())
+    for hook in hooks:
+        hook.remove()
+    assert errors(expected, plain)[1] > 0.1
+    with ExitStack() as stack:
+        if order == "over the scope":
+            stack.enter_context(scopes[0])
+        if order == "between two scopes":
+            stack.enter_context(scopes[1])
+        stack.enter_context(layer.patches)
+        if order != "over the scope":
+            stack.enter_context(scopes[0])
+        assert_exact(per_example(model, batch(), batched=False), expected)
+        assert layer.calls == 2
+        if order == "left inside":
+            stack.pop_all()
+            layer.patches.__exit__(None, None, None)
+            assert_exact(per_example(model, batch(), batched=False), plain)
+            scopes[0].__exit__(None, None, None)
+    assert before.changes() == []
+    assert_exact(stock_loop(model, batch()), plain)
+
+
+def test_a_layer_that_hides_the_stock_forward_is_named() -> None:
+    model = make(dtype=torch.float64)
+    layer = Layer(model)
+    with layer.patches:
+        for module in filter(is_stacked, model.modules()):
+            add_hook_to_module(module, ModelHook())
+        with opake.patched(model):
+            with pytest.raises(opake.errors.ForeignWrite, match=r"MixtralExperts\.forward was wra"):
+                per_example(model, batch(), batched=False)
+            layer.calls = 0
+            model.set_experts_implementation("batched_mm")
+            per_example(model, batch(), batched=False)
+            assert layer.calls == 2
+            model.set_experts_implementation("eager")
+            with opake.patched(model.model):
+                pass
+        for module in filter(is_stacked, model.modules()):
+            remove_hook_from_module(module)
+
+
+def test_two_scopes_and_a_hook_between_them() -> None:
+    model, hook = make(dtype=torch.float64), Rescaling()
+    plain = stock_loop(model, batch())
+    for module in filter(is_stacked, model.modules()):  # accelerate leaves something behind
+        remove_hook_from_module(add_hook_to_module(module, ModelHook()))
+    before = Snapshot(model)
+    with opake.patched(model):
+        for module in filter(is_stacked, model.modules()):
+            add_hook_to_module(module, hook)
+        with opake.patched(model.model):
+            found = per_example(model, batch(), batched=False)
+            assert hook.calls == 2
+        assert_exact(per_example(model, batch(), batched=False), found)
+    assert_exact(found, stock_loop(model, batch()))
+    for module in filter(is_stacked, model.modules()):
+        remove_hook_from_module(module)
+    assert before.changes() == []
+    assert_exact(stock_loop(model, batch()), plain)
+
+
+def test_autocast_leaves_fp64_alone() -> None:
+    model = make(dtype=torch.float64)
+    experts = model.model.layers[0].mlp.experts
+    x, weights = torch.randn(2, 3, 16).double(), torch.rand(2, 3, 2).double()
+    ids = torch.tensor([[[0, 1], [1, 2], [3, 0]], [[3, 1], [1, 0], [2, 3]]])
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.stack([experts(*row) for row in zip(x, ids, weights, strict=True)])
+        with opake.patched(model):
+            found = vmap(experts)(x, ids, weights)
+    assert found.dtype == expected.dtype == torch.float64
+    # Sums of a few dozen fp64 products: 1e-12 is thousands of ulps.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_under_mixed_precision_of_accelerate() -> None:
@@ -376,6 +501,11 @@ def test_explain(make_llama: Callable[..., Any]) -> None:
     assert adapted.count == 2 + 4 + 1
     assert "ParamWrapper._activate_lora" in adapted.target
     assert row(make(), "vmap_grouped_mm").status == "on"
+    dense = row(make_llama(), "vmap_grouped_mm")
+    assert (dense.status, dense.reason) == ("skipped", "the model has no experts")
+    stock = moe._can_use_grouped_mm
+    with opake.patched(make_llama()):
+        assert moe._can_use_grouped_mm is stock
     with opake.patched(make(), moe=False) as scope:
         assert next(r for r in scope.explain() if r.concern == "moe").status == "off"
 
@@ -581,6 +711,30 @@ def test_outside_transforms_the_answer_is_stocks() -> None:
     assert expected == [True, False]
     with opake.runtime():
         assert [moe._can_use_grouped_mm(a, weight, offs) for a in (aligned, shifted)] == expected
+
+
+def test_while_compiling_the_answer_is_stocks() -> None:
+    """Inductor takes no grouped GEMM of fp32, so stock says no to it."""
+
+    def asks(x: Tensor) -> Tensor:
+        return x + 1 if moe._can_use_grouped_mm(x, x, x) else x - 1
+
+    x = torch.zeros(2, 2)
+    with opake.runtime():
+        torch._dynamo.reset()
+        assert torch.compile(vmap(asks), backend="eager")(x).eq(-1).all()
+        assert vmap(asks)(x).eq(1).all()
+
+
+def test_compiled() -> None:
+    model, ids = make("grouped_mm", num_hidden_layers=1), batch()["input_ids"]
+    expected = [model(row).logits.detach() for row in ids.split(1)]
+    with opake.patched(model), torch.no_grad():  # dynamo warns when it looks at a graph's tensors
+        torch._dynamo.reset()
+        compiled = torch.compile(vmap(lambda ids: model(input_ids=ids).logits), backend="aot_eager")
+        found = compiled(ids)
+    # Products in another order: as far apart as stock's own implementations.
+    torch.testing.assert_close(found, torch.cat(expected), rtol=0, atol=BAR)
 
 
 def test_without_a_grouped_gemm_the_answer_is_no(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import zoo
+from accelerate.hooks import ModelHook, add_hook_to_module
 from interpreter import interpreted
 from oracle import Snapshot, error, errors, per_example, same_bits, stock_loop
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import opake
+from opake import families as families_
 
 GATED = ("llama", "qwen2", "mistral", "mixtral")
 FUSED_BAR = 1e-5
@@ -94,6 +97,49 @@ def test_a_module_that_does_not_fit_is_left_to_stock() -> None:
         found = per_example(model, batch, batched=False)
         assert opake.guard_stats(model)["activation"]["ran"] > 0
     assert errors(found, expected)[1] <= FUSED_BAR
+
+
+@interpreted
+def test_a_family_that_names_another_formula_is_left_to_stock() -> None:
+    family = families_.find("llama")
+    for mlp, reason in [
+        ("LlamaRMSNorm", "LlamaRMSNorm.forward is another formula"),
+        ("NoSuchMLP", "there is no transformers.models.llama.modeling_llama:NoSuchMLP"),
+    ]:
+        opake.register_family("llama", dataclasses.replace(family, mlp=mlp))
+        try:
+            found = row(make("llama"))
+        finally:
+            families_._REGISTERED.clear()
+        assert found.status == "skipped"
+        assert reason in found.reason
+
+
+@interpreted
+def test_what_lies_beneath_the_kernel_still_runs() -> None:
+    model, ids = make("llama"), zoo.tokens()
+    seen = []
+
+    class Counts(ModelHook):
+        def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append("hook")
+            return tuple(2 * x for x in args), kwargs
+
+    def layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        seen.append("layer")
+        return wrapped(*args, **kwargs)
+
+    first, second = (layer.mlp for layer in model.model.layers)
+    add_hook_to_module(first, Counts())
+    expected = model(ids).logits
+    assert seen == ["hook"]
+    seen.clear()
+    with opake.PatchSet([opake.ForwardPatch(second, layer)]), opake.patched(model):
+        found = model(ids).logits
+        stats = opake.guard_stats(model)["activation"]
+    assert seen == ["hook", "layer"]
+    assert same_bits(found, expected)
+    assert stats == {"ran": 0, "fell_back": {"another wrapper lies beneath": 2}}
 
 
 # --- the same numbers

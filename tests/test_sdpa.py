@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import threading
 import warnings
 import weakref
@@ -12,7 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import GRADIENT_BAR, error, peak_memory, same_bits
+import zoo
+from oracle import (
+    GRADIENT_BAR,
+    assert_exact,
+    error,
+    peak_memory,
+    per_example,
+    same_bits,
+    stock_loop,
+)
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.nn import functional as F
@@ -396,6 +406,22 @@ def test_modes_without_gradients(mode: Any) -> None:
         output, stock(*(x.flatten(0, 1) for x in inputs[:3]), is_causal=True).view_as(output)
     )
     assert not any(x.requires_grad for x in (*found, output))
+
+
+@pytest.mark.parametrize("subset", ["query", "key", "value", "query, value"])
+@pytest.mark.parametrize("name", ["causal", "float mask"])
+def test_inputs_from_inference_mode_that_nobody_differentiates_by(name: str, subset: str) -> None:
+    case, inputs, weights, _ = setting(name)
+    numbers = tuple(("query", "key", "value").index(n) for n in subset.split(", "))
+    rows = loop(case, inputs, ALL, weights)
+    with torch.inference_mode():
+        given = [x if x is None or i in numbers else x * 1 for i, x in enumerate(inputs)]
+    assert sum(x is not None and x.is_inference() for x in given) >= 1
+    gradients = vmap(grad(weighted(folded_sdpa, case), numbers), (*dims(given, ALL), 0))
+    expected = [rows[i] for i in numbers]
+    assert_rows(gradients(*given, weights), expected)
+    with torch.inference_mode():
+        assert_rows(gradients(*given, weights), expected)
 
 
 def test_functorchs_ban_on_saved_tensor_hooks_stays() -> None:
@@ -1025,6 +1051,17 @@ def test_autocast_reaches_the_operator(dtype: torch.dtype) -> None:
                 assert same_bits([x[i] for x in found], list(expected))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_autocast_leaves_doubles_alone(masked: bool) -> None:
+    model = zoo.tiny("llama", dtype=torch.float64)
+    batch = zoo.batch(zoo.MIXED) if masked else zoo.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = stock_loop(model, batch)
+        with opake.patched(model):
+            found = per_example(model, batch, batched=False)
+    assert_exact(found, expected)
+
+
 def test_a_compiled_graph_is_whole() -> None:
     case = Case(heads(1), heads(1))
     inputs = make(case, ALL)[:3]
@@ -1056,3 +1093,31 @@ def test_threads_do_not_see_each_other() -> None:
         thread.join()
     for i in range(3):
         assert_rows(results[i], [(i + 1) * x for x in expected])
+
+
+def test_threads_share_a_pullback() -> None:
+    # Large enough for a thread to spend its time in the operator's backward.
+    case = Case(heads(length=64), heads(length=64), is_causal=True)
+    inputs, weights = make(case, ALL), cotangent(case)
+    expected = loop(case, inputs, ALL, weights)
+    _, pullback = vjp(lambda *x: vmap(lambda *x: folded_sdpa(*x, **case.options))(*x), *inputs[:3])
+    results: dict[int, list[Any]] = {i: [] for i in range(4)}
+    interval = sys.getswitchinterval()
+
+    def work(i: int) -> None:
+        for _ in range(50):
+            results[i].append(pullback((i + 1) * weights))
+
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in results]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    for i, found in results.items():
+        assert len(found) == 50
+        for rows in found:
+            assert_rows(rows, [(i + 1) * x for x in expected])

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations import sdpa_attention
 
 from opake.compat import folded_sdpa
+from opake.compat.autocast import autocast
 from opake.compat.transforms import transforms_active
 
 SDPA = "opake_sdpa"
@@ -52,8 +53,8 @@ def sdpa(
     inputs: tuple[Tensor | None, ...] = (query, key, value, attention_mask)
     redirect: Any = nullcontext()
     if transforms_active():
-        if torch.is_autocast_enabled(query.device.type):
-            inputs = _autocast(inputs, torch.get_autocast_dtype(query.device.type))
+        # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
+        inputs = tuple(None if x is None else autocast(x) for x in inputs)
         if not torch.compiler.is_compiling():
             redirect = _Folded()
     with redirect:
@@ -61,8 +62,3 @@ def sdpa(
             module, *inputs, **kwargs
         )
     return attention
-
-
-def _autocast(inputs: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[Tensor | None, ...]:
-    # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
-    return tuple(x.to(dtype) if x is not None and x.is_floating_point() else x for x in inputs)

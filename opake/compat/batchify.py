@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from opake.compat import autocast, empty
+from opake.compat._versions import has_cache
 from opake.compat.transforms import transforms_active
 
 NDIM = {
@@ -46,9 +47,10 @@ LEADING = ("input_ids", "inputs_embeds")
 """The arguments that tell whether a call is batched."""
 
 
-def choices(class_name: str) -> bool:
-    """Tell whether a head of that name takes several sequences for every example."""
-    return class_name.endswith(("ForMultipleChoice", "DoubleHeadsModel"))
+def choices(head: type) -> bool:
+    """Tell whether a head of that class takes several sequences for every example."""
+    names = ("ForMultipleChoice", "DoubleHeadsModel")
+    return any(cls.__name__.endswith(names) for cls in head.__mro__)
 
 
 @functools.cache
@@ -58,7 +60,8 @@ def batchify(names: tuple[str, ...], choices: bool = False) -> Callable[..., Any
     Under a functorch transform, a call without a batch dimension (``input_ids`` of shape (S,) or
     ``inputs_embeds`` of shape (S, H)) gets one of size 1 on every argument that lacks it, and its
     outputs lose it again. A batch of no examples, on which stock raises, runs as one example whose
-    labels are ignored, and its outputs have no rows. Every other call goes through as it is.
+    labels are ignored, and its outputs have no rows, unless it brings a cache. Every other call
+    goes through as it is.
 
     Args:
         names: the positional parameters of the ``forward``.
@@ -77,8 +80,8 @@ def batchify(names: tuple[str, ...], choices: bool = False) -> Callable[..., Any
         if transforms_active() and value.ndim < ndim[name]:
             batched = {name: _batched(name, call[name], ndim) for name in call}
             return _without_batch(wrapped(**batched))
-        if value.ndim and not value.shape[0] and value.ndim >= ndim[name]:
-            return empty.run(wrapped, call)
+        if value.ndim >= ndim[name] and not value.shape[0] and not has_cache(call):
+            return empty.run(wrapped, getattr(instance, "config", None), call)
         return wrapped(*args, **kwargs)
 
     forward._opake_permanent = True  # type: ignore[attr-defined]

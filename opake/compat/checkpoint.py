@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from opake.compat import recompute
 from opake.compat.recompute import is_float
-from opake.compat.transforms import transforms_active
+from opake.compat.transforms import needs_grad, transforms_active
 from opake.errors import UnsupportedTransform
 
 SYMBOLS = (
@@ -99,22 +102,22 @@ def run(
     saved-tensor hooks, and transformers' ``offload``, change nothing.
 
     Raises :class:`~opake.errors.UnsupportedTransform` under ``torch.compile``, forward mode and
-    more than one level of gradients, with a ``context_fn``, and where the layer reads a tensor
-    that needs a gradient and is none of those named above.
+    more than one level of gradients, with a ``context_fn``, and where a torch function in the layer
+    reads a tensor that needs a gradient and is none of those named above. Tensors that go straight
+    into an autograd function are not looked at.
     """
     if recompute.is_running() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     _refuse(options)
-    call = recompute.Call(layer, function, args, kwargs)
-    operands = call.operands(options.get("preserve_rng_state", True))
-    leaves, spec = call.first(operands)
+    call = recompute.Call(layer, function, args, kwargs, options.get("preserve_rng_state", True))
+    operands = call.operands()
+    reads = _Reads(layer, operands)
+    with _without_graph(), reads:
+        leaves, spec = call.first()
     outputs = [leaf for leaf in leaves if is_float(leaf)]
-    if any(map(_needs_grad, outputs)):
-        raise UnsupportedTransform(
-            f"{type(layer).__qualname__} reads a tensor that needs a gradient and is neither an "
-            "argument nor a parameter of it, which checkpointing would lose; pass it as an "
-            "argument, or call model.gradient_checkpointing_disable()"
-        )
+    if any(map(reads.loses, outputs)):
+        reads.refuse()
+    call.take_operands()
     joined = iter(recompute.join(call, outputs, operands))
     return call.deliver([next(joined) if is_float(leaf) else leaf for leaf in leaves], spec)
 
@@ -152,14 +155,61 @@ def _runs_uncompiled() -> bool:
     return callback is not None and callable(callback())
 
 
-def _needs_grad(tensor: Tensor) -> bool:
-    """Tell whether ``tensor`` needs a gradient of any transform, or of autograd beneath them."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad:
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor.requires_grad
+# ---- the first run
+
+
+@contextmanager
+def _without_graph() -> Iterator[None]:
+    # Autocast would keep what it casts here, and find it where a graph is wanted.
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+
+
+class _Reads(TorchFunctionMode):
+    """Refuses what would lose a gradient: a tensor that needs one and is no operand."""
+
+    def __init__(self, layer: nn.Module, operands: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._layer = layer
+        self._operands = set(map(id, operands))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_grad_enabled() or not any(map(self.loses, _tensors((*args, *kwargs.values())))):
+            return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, self._cut, (args, kwargs))
+        with torch.enable_grad():
+            output = func(*args, **kwargs)
+        if any(map(needs_grad, _tensors((output,)))):
+            self.refuse()
+        return output
+
+    def loses(self, tensor: Tensor) -> bool:
+        """Tell whether a gradient by ``tensor`` would be lost."""
+        return id(tensor) not in self._operands and needs_grad(tensor)
+
+    def refuse(self) -> None:
+        raise UnsupportedTransform(
+            f"{type(self._layer).__qualname__} reads a tensor that needs a gradient and is neither "
+            "an argument nor a parameter of it, which checkpointing would lose; pass it as an "
+            "argument, or call model.gradient_checkpointing_disable()"
+        )
+
+    def _cut(self, tensor: Tensor) -> Tensor:
+        return tensor if self.loses(tensor) else tensor.detach()
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 # ---- the hook that makes embeddings require gradients

@@ -11,25 +11,32 @@ from torch import Tensor
 IGNORED = -100
 """The label that no loss counts."""
 
+_ROUTER = "output_router_logits"
+
 _POSITIONS = ("start_positions", "end_positions")
 """Labels that are ignored where they lie behind the sequence, and clamped to it below 0."""
 
 
-def run(wrapped: Any, call: Mapping[str, Any]) -> Any:
+def run(wrapped: Any, config: Any, call: Mapping[str, Any]) -> Any:
     """Call ``wrapped`` on one stand-in example, and return its outputs without rows.
 
     The loss is that of an example with no label to count: stock's value, NaN for a mean and 0 for
-    a sum over ``num_items_in_batch``, with gradients of zero.
+    a sum over ``num_items_in_batch``, with gradients of zero. A router's auxiliary loss counts
+    tokens without labels, so the stand-in has none.
     """
-    labels = {name: x for name, x in call.items() if _is_real_label(name, x)}
+    labels = [name for name, x in call.items() if _always_counts(name, x)]
     kept = {name: _one(name, x) for name, x in call.items() if name not in labels}
+    routed = kept.get(_ROUTER, getattr(config, _ROUTER, None))
+    if routed:
+        kept[_ROUTER] = False
     output: Any = without_rows(wrapped(**kept))
-    if not labels:
-        return output
-    # Real-valued labels have no value that is not counted: the mean of nothing instead.
-    if isinstance(output, dict):
-        return type(output)(loss=output["logits"].float().mean(), **output)
-    return output[0].float().mean(), *output
+    if not isinstance(output, dict):
+        return (output[0].float().mean(), *output) if labels else output
+    nothing = next(x for x in output.values() if isinstance(x, Tensor) and x.ndim).float()
+    added = {"loss": nothing.mean()} if labels else {}
+    if routed:
+        added["aux_loss"] = nothing.sum()
+    return type(output)(**{**added, **output}) if added else output
 
 
 def without_rows(output: Any) -> Any:
@@ -47,8 +54,11 @@ def without_rows(output: Any) -> Any:
     return output
 
 
-def _is_real_label(name: str, value: Any) -> bool:
-    return "label" in name and isinstance(value, Tensor) and value.is_floating_point()
+def _always_counts(name: str, value: Any) -> bool:
+    """Tell whether these are labels of which no value is ignored: real ones, one for an example."""
+    if "label" not in name or not isinstance(value, Tensor):
+        return False
+    return value.is_floating_point() or value.ndim == 1
 
 
 def _one(name: str, value: Any) -> Any:

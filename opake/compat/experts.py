@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from opake._functorch import SYMBOLS as FUNCTORCH
 from opake._functorch import apply
 from opake.compat.batchify import by_name
-from opake.compat.transforms import transforms_active
+from opake.compat.transforms import transforms_active, unwrap
+from opake.errors import ForeignWrite
 
 SYMBOLS = (
     *FUNCTORCH,
@@ -39,6 +40,9 @@ ROUTER_LOSS = "load_balancing_loss_func"
 """The name that every family with this loss gives it."""
 
 ROUTER_LOSS_PARAMETERS = ("gate_logits", "num_experts", "top_k", "attention_mask")
+
+_EAGER = ("eager", None)
+"""None is what a module built alone has; transformers runs eager for it too."""
 
 _MARKS = {"is_concatenated", "is_transposed", "has_bias", "has_gate", "config"}
 
@@ -58,15 +62,15 @@ def adapts_parameter(module: nn.Module) -> bool:
 def forward(names: tuple[str, ...]) -> Callable[..., Any]:
     """Return a wrapper that runs experts set to ``eager`` so that ``vmap`` can map them.
 
-    Every other implementation, and every call outside a functorch transform, goes through.
+    It stands in for what it wraps, which has to be the ``forward`` of the class. Every other
+    implementation, and every call outside a functorch transform, goes through.
 
     Args:
         names: the positional parameters of the ``forward``: tokens, experts' numbers, weights.
     """
 
     def run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        # None is what a module built alone has; transformers runs eager for it too.
-        if transforms_active() and instance.config._experts_implementation in ("eager", None):
+        if transforms_active() and instance.config._experts_implementation in _EAGER:
             call = by_name(names, args, kwargs)
             if call is not None and len(call) == len(names):
                 return eager(instance, *(call[name] for name in names))
@@ -74,6 +78,22 @@ def forward(names: tuple[str, ...]) -> Callable[..., Any]:
 
     run._opake_permanent = True  # type: ignore[attr-defined]
     return run
+
+
+def below(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run what lies below: somebody else's layer, with experts of ours beneath it."""
+    return wrapped(*args, **kwargs)
+
+
+def out_of_reach(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run what lies below, or raise where stock's ``eager`` lies there and cannot be mapped."""
+    if transforms_active() and instance.config._experts_implementation in _EAGER:
+        raise ForeignWrite(
+            f"{type(instance).__qualname__}.forward was wrapped before the scope was opened, in a "
+            "way that hides the stock forward; open the scope first and wrap it inside, or call "
+            'model.set_experts_implementation("batched_mm")'
+        )
+    return wrapped(*args, **kwargs)
 
 
 def eager(
@@ -113,11 +133,16 @@ def _linear(experts: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
     if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        x, weight, bias = (_autocast(t, x.device.type) for t in (x, weight, bias))
     y = grouped_linear(x, weight if experts.is_transposed else weight.mT, ids)
     return y if bias is None else y + bias
+
+
+def _autocast(x: Any, device_type: str) -> Any:
+    # As torch's autocast, which leaves fp64 as it is.
+    if x is None or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device_type))
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
@@ -335,17 +360,13 @@ def _load_balance(
 def can_use_grouped_mm(stock: Any) -> Any:
     """Return a ``_can_use_grouped_mm`` that asks no transformed tensor for its data pointer.
 
-    Under a functorch transform it answers by what torch has for the device; elsewhere, as stock.
+    Under a functorch transform stock is asked about the tensors beneath it.
     """
 
     @functools.wraps(stock)
     def _can_use_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
-        if not transforms_active():
+        if not transforms_active() or torch.compiler.is_compiling():
             return bool(stock(input, weight, offs))
-        if not hasattr(nn.functional, "grouped_mm") and not hasattr(torch, "_grouped_mm"):
-            return False
-        if weight.device.type == "cuda":  # the kernel needs what came with Ampere
-            return torch.cuda.get_device_capability(weight.device) >= (8, 0)
-        return True
+        return bool(stock(unwrap(input), unwrap(weight), unwrap(offs)))
 
     return _can_use_grouped_mm

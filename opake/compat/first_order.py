@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 
 SYMBOLS = (
     (
@@ -42,7 +43,9 @@ def grad_and_value(stock: Callable[..., Any], first_order: Callable[..., Any]) -
 
     @functools.wraps(stock)
     def grad_and_value_impl(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        # Forward mode, from outside, is a second order too.
+        second = torch.is_grad_enabled() or forward_ad._current_level >= 0
+        if second or torch.compiler.is_compiling():
             return stock(*args, **kwargs)
         return first_order(*args, **kwargs)
 

@@ -8,6 +8,7 @@ whichever backend it chooses for that batch.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,7 @@ from torch.nn import functional as F
 
 from opake._functorch import SYMBOLS as FUNCTORCH
 from opake._functorch import apply
-from opake.compat.transforms import unwrap
+from opake.compat.transforms import needs_grad, unwrap
 from opake.errors import UnsupportedAttention
 
 _HOOKS = "_autograd._saved_tensors_hooks"
@@ -59,9 +60,11 @@ def folded_sdpa(
     raises functorch's RuntimeError. A second derivative through a fused dropout raises
     :class:`~opake.errors.UnsupportedAttention`.
     """
-    inputs = (query, key, value, attn_mask)
-    needs_grad = tuple(x is not None and _requires_grad(x) for x in inputs)
-    call = _Call(dropout_p, is_causal, scale, enable_gqa, needs_grad)
+    inputs: tuple[Tensor | None, ...] = (query, key, value, attn_mask)
+    needed = tuple(x is not None and needs_grad(x) for x in inputs)
+    if any(needed):
+        inputs = tuple(None if x is None else _savable(x) for x in inputs)
+    call = _Call(dropout_p, is_causal, scale, enable_gqa, needed)
     if forward_ad._current_level >= 0 or (dropout_p > 0 and not _draws_per_example(inputs)):
         return _plain(inputs, call)
     output: Tensor = apply(_Forward, *inputs, call)[0]
@@ -79,14 +82,12 @@ class _Call:
     needs_grad: tuple[bool, ...]
 
 
-def _requires_grad(tensor: Tensor) -> bool:
-    """Tell whether any transform, or autograd beneath them all, differentiates by ``tensor``."""
-    functorch = torch._C._functorch
-    while functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad:
-            return True
-        tensor = functorch.get_unwrapped(tensor)
-    return tensor.requires_grad
+def _savable(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor that was made in inference mode, which no graph can save."""
+    if not unwrap(tensor).is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
 
 
 def _draws_per_example(inputs: Sequence[Tensor | None]) -> bool:
@@ -116,16 +117,18 @@ class _Graph:
         self._output = output
         self._leaves = leaves
         self._slots = slots
+        self._lock = threading.Lock()  # threads may share a pullback
 
     def backward(self, grad: Tensor, saved: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the gradient of every leaf; None where an empty batch left no path to it."""
-        self._slots[:] = saved
-        try:
-            return torch.autograd.grad(
-                [self._output], self._leaves, [grad], retain_graph=True, allow_unused=True
-            )
-        finally:
-            self._slots.clear()
+        with self._lock:
+            self._slots[:] = saved
+            try:
+                return torch.autograd.grad(
+                    [self._output], self._leaves, [grad], retain_graph=True, allow_unused=True
+                )
+            finally:
+                self._slots.clear()
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from transformers.utils import output_capturing
 
 from opake._functorch import SYMBOLS as FUNCTORCH
 from opake._functorch import apply
+from opake.compat import autocast
 from opake.errors import UnsupportedTransform
 
 SYMBOLS = (
     *FUNCTORCH,
+    *autocast.SYMBOLS,
     ("torch._C", "_functorch.is_functorch_wrapped_tensor", ()),
     ("torch.utils.checkpoint", "get_device_states", ()),
     ("torch.utils.checkpoint", "set_device_states", ("devices", "states", "device_type")),
@@ -37,37 +39,42 @@ class Call:
     """
 
     def __init__(
-        self, layer: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        layer: nn.Module,
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        preserve_rng_state: bool,
     ) -> None:
         self._layer = layer
         self._function: Any = function
         given: Any = ((), {})
         if isinstance(function, functools.partial):
             self._function, given = function.func, (function.args, function.keywords)
-        # Tied ones under each of their names: what is tied in the call may not be in the module.
-        state: dict[str, Tensor] = dict(layer.named_parameters(remove_duplicate=False))
-        state.update(layer.named_buffers(remove_duplicate=False))
+        with _LOCK:
+            state = _state(layer)
         self._names = tuple(state)
         self._leaves, self._spec = pytree.tree_flatten(([*state.values()], given, args, kwargs))
-        self._surroundings: _Surroundings | None = None
+        self._surroundings = _Surroundings(layer, self._leaves, preserve_rng_state)
         self._records = _Records.active()
 
-    def operands(self, preserve_rng_state: bool) -> list[Tensor]:
-        """Take out the operands, and note what the recompute must find again."""
-        followed = [leaf for leaf in self._leaves if _is_followed(leaf)]
-        self._surroundings = _Surroundings(self._layer, self._leaves, preserve_rng_state)
-        self._leaves = [_OPERAND if _is_followed(leaf) else leaf for leaf in self._leaves]
-        return followed
-
-    def first(self, operands: Sequence[Tensor]) -> tuple[list[Any], Any]:
-        """Run without a graph; returns the leaves of output and records, and their structure."""
-        with _running():
-            output = self._run([x.detach() for x in operands])
+    def first(self) -> tuple[list[Any], Any]:
+        """Run as it is; returns the leaves of output and records, and their structure."""
+        _, (first, named), args, kwargs = pytree.tree_unflatten(self._leaves, self._spec)
+        with _running(), _LOCK:
+            output = self._function(*first, *args, **{**named, **kwargs})
         return pytree.tree_flatten((output, self._records and self._records.new()))
+
+    def operands(self) -> list[Tensor]:
+        """Return the operands."""
+        return [leaf for leaf in self._leaves if _is_followed(leaf)]
+
+    def take_operands(self) -> None:
+        """Keep no operand: from now on, :meth:`__call__` is given them."""
+        self._leaves = [_OPERAND if _is_followed(leaf) else leaf for leaf in self._leaves]
 
     def __call__(self, *operands: Tensor) -> tuple[Tensor, ...]:
         """Run again; returns the floating point leaves that :meth:`first` returned."""
-        assert self._surroundings is not None
         with ExitStack() as stack:
             stack.enter_context(_running())
             stack.enter_context(self._surroundings.restored())
@@ -87,15 +94,28 @@ class Call:
         found = iter(operands)
         leaves = [next(found) if leaf is _OPERAND else leaf for leaf in self._leaves]
         state, (first, named), args, kwargs = pytree.tree_unflatten(leaves, self._spec)
-        names = (f"layer.{name}" for name in self._names)
         bound = _Bound(self._layer, self._function)
-        return functional_call(
-            bound,
-            dict(zip(names, state, strict=True)),
-            (*first, *args),
-            {**named, **kwargs},
-            tie_weights=False,
-        )
+        with _LOCK:
+            current = _state(self._layer)
+            changed = {
+                f"layer.{name}": x
+                for name, x in zip(self._names, state, strict=True)
+                if current.get(name) is not x
+            }
+            return functional_call(
+                bound, changed, (*first, *args), {**named, **kwargs}, tie_weights=False
+            )
+
+
+# The recompute puts tensors into modules, where every thread that runs them would find them.
+_LOCK = threading.RLock()
+
+
+def _state(layer: nn.Module) -> dict[str, Tensor]:
+    # Tied ones under each of their names: what is tied in the call may not be in the module.
+    state: dict[str, Tensor] = dict(layer.named_parameters(remove_duplicate=False))
+    state.update(layer.named_buffers(remove_duplicate=False))
+    return state
 
 
 class _Operand:
@@ -248,7 +268,7 @@ def _running() -> Iterator[None]:
 
 
 class _Surroundings:
-    """The states of autocast and of the random number generators."""
+    """The states of autocast, of its layer norms, and of the random number generators."""
 
     def __init__(self, layer: nn.Module, leaves: Sequence[Any], preserve_rng_state: bool) -> None:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -258,7 +278,7 @@ class _Surroundings:
             for kind in kinds
             if torch.amp.is_autocast_available(kind)
         ]
-        self._autocast_cache = torch.is_autocast_cache_enabled()
+        self._wide_layer_norms = autocast.has_wide_layer_norms()
         self._kind = next((kind for kind in kinds if kind not in ("cpu", "meta")), None)
         self._cpu: Tensor | None = None
         self._devices: Any = []
@@ -271,7 +291,10 @@ class _Surroundings:
     def restored(self) -> Iterator[None]:
         with ExitStack() as stack:
             for kind, dtype, enabled in self._autocast:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, self._autocast_cache))
+                # What is cast here has no graph, and must not be found where one is wanted.
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
+            if self._wide_layer_norms:
+                stack.enter_context(autocast.wide_layer_norms())
             if self._cpu is not None:
                 kind = self._kind or "cuda"  # with no devices, any will do
                 stack.enter_context(torch.random.fork_rng(self._devices, device_type=kind))

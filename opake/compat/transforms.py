@@ -22,6 +22,16 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def needs_grad(tensor: Tensor) -> bool:
+    """Tell whether any transform, or autograd beneath them all, differentiates by ``tensor``."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(tensor):
+        if tensor.requires_grad:
+            return True
+        tensor = functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
+
+
 def unwrap(tensor: Tensor) -> Tensor:
     """Return the plain tensor under every functorch level, mapped dimensions in front."""
     functorch = torch._C._functorch

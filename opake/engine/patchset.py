@@ -92,7 +92,11 @@ class PatchSet:
         Raises :class:`~opake.errors.RestoreError` after trying every slot, if one failed.
         """
         with stacks.LOCK:
-            outcome = self._undo()
+            try:
+                outcome = self._undo()
+            except BaseException:  # an interrupt that came between two patches
+                self._undo()
+                raise
         outcome.tell(self.strict)
 
     def _require_idle(self) -> None:

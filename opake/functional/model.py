@@ -42,4 +42,30 @@ def make_functional(model: nn.Module) -> tuple[Callable[..., Any], dict[str, Ten
     def fmodel(params: dict[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
         return functional_call(model, params, args, kwargs)
 
-    return fmodel, params
+    def fmodel_by_slots(params: dict[str, Tensor], /, *args: Any, **kwargs: Any) -> Any:
+        return functional_call(model, _by_slots(model, params), args, kwargs, tie_weights=False)
+
+    return (fmodel_by_slots if _shares_modules(model) else fmodel), params
+
+
+def _shares_modules(model: nn.Module) -> bool:
+    every = [module for _, module in model.named_modules(remove_duplicate=False)]
+    return len({id(module) for module in every}) < len(every)
+
+
+def _by_slots(model: nn.Module, params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Name every place that holds a parameter of ``params`` once.
+
+    ``functional_call`` fills a module that has two names twice, and then puts back as the
+    parameter what it had put there first.
+    """
+    owners = {name: id(module) for name, module in model.named_modules(remove_duplicate=False)}
+    slots: dict[tuple[int, str], tuple[str, Tensor]] = {}
+    given: dict[Tensor, Tensor] = {}
+    others = dict(params)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        prefix, _, attribute = name.rpartition(".")
+        slots.setdefault((owners[prefix], attribute), (name, parameter))
+        if name in others:
+            given[parameter] = others.pop(name)
+    return others | {name: given[x] for name, x in slots.values() if x in given}

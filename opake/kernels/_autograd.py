@@ -10,6 +10,8 @@ from torch.autograd import Function, forward_ad
 from torch.func import vjp
 
 from opake._functorch import alive, apply
+from opake.kernels._op import record
+from opake.kernels._triton import launchable
 
 __all__ = ["double_backward", "elementwise_function", "in_front", "pull_back"]
 
@@ -25,19 +27,28 @@ def elementwise_function(
     """Return a differentiable function of tensors whose examples may be computed side by side.
 
     A mapped dimension becomes one more leading dimension of a single launch. Where forward mode or
-    a second derivative is asked for, plain PyTorch computes it.
+    a second derivative is asked for, or no kernel may read the tensors, plain PyTorch computes it.
 
     Args:
-        name: of the autograd nodes.
+        name: of the operator, and of the autograd nodes.
         reference: the same function in plain PyTorch.
         fwd: ``fwd(*inputs)`` by kernel.
         bwd: ``bwd(grad, *inputs, *wanted)`` by kernel, None where a gradient is not wanted.
     """
 
+    def launches(*tensors: Tensor) -> bool:
+        can = launchable(*tensors)
+        record(name, "triton" if can else "reference")
+        return can
+
     class Backward(Function):
         @staticmethod
         def forward(*args: Any) -> Gradients:
-            return bwd(*args)
+            count = len(args) // 2 + 1
+            grad, *inputs = args[:count]
+            if launches(grad, *inputs):
+                return bwd(*args)
+            return pull_back(reference, grad, inputs, args[count:])
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -59,7 +70,7 @@ def elementwise_function(
     class Forward(Function):
         @staticmethod
         def forward(*inputs: Tensor) -> Tensor:
-            return fwd(*inputs)
+            return fwd(*inputs) if launches(*inputs) else reference(*inputs)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -69,6 +80,7 @@ def elementwise_function(
         def backward(ctx: Any, grad: Tensor) -> Any:
             inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad
             if forward_ad._current_level >= 0:
+                record(name, "reference")
                 return pull_back(reference, grad, inputs, wanted)
             return apply(Backward, grad, *inputs, *wanted)
 

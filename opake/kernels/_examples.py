@@ -26,14 +26,12 @@ class Shape:
         make: ``make(device, dtype)`` returns fresh, random arguments.
         forward: elements that the forward pass must read and write at least once.
         backward: the same for the backward pass alone.
-        flops: of both passes, where matrix products bound the operator.
     """
 
     label: str
     make: Callable[[str, torch.dtype], Call]
     forward: int
     backward: int
-    flops: int = 0
 
 
 class Draw:

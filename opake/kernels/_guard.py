@@ -43,6 +43,8 @@ def available(where: Tensor | torch.device | str | int | None = None) -> Decisio
     """
     if where is None:
         where = "cuda" if torch.cuda.is_available() else "cpu"
+    if isinstance(where, int):  # torch.device asks which accelerator there is
+        where = f"cuda:{where}"
     device = where.device if isinstance(where, Tensor) else torch.device(where)
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
@@ -87,10 +89,13 @@ def config(*, min_elements: int | None) -> Iterator[None]:
     It holds for the whole process, autograd's threads too.
 
     Raises:
-        InvalidArgument: ``min_elements`` is negative.
+        InvalidArgument: ``min_elements`` is neither None nor a number of elements.
     """
-    if min_elements is not None and min_elements < 0:
-        raise InvalidArgument(f"min_elements must be 0 or more, got {min_elements}")
+    whole = isinstance(min_elements, int) and not isinstance(min_elements, bool)
+    if min_elements is not None and not (whole and min_elements >= 0):
+        raise InvalidArgument(
+            f"min_elements must be an int, 0 or more, or None; got {min_elements!r}"
+        )
     layer = [min_elements]  # told apart by identity: blocks of two threads end in any order
     _layers.append(layer)
     try:
@@ -103,19 +108,24 @@ def decide(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], min_elements: int | None
 ) -> Decision:
     """Tell whether ``op`` should run its kernels on these arguments, and if not, why."""
-    if torch.compiler.is_compiling():
-        return False, "torch.compile fuses the reference itself"
+    if torch._C._is_tracing():
+        return False, "torch.jit.trace records operators"
     tensors = list(_tensors((*args, *kwargs.values())))
     if not tensors:
         return False, "there is no tensor among the inputs"
     device = tensors[0].device
+    inference = torch.is_inference_mode_enabled()
     for x in tensors:
         if type(x) not in _TYPES:
             return False, f"an input is a {type(x).__name__}"
+        if x.is_nested or x.layout is not torch.strided:
+            return False, "an input is nested or sparse"
         if x.device != device:
             return False, "the inputs are on several devices"
         if x.dtype not in _DTYPES:
             return False, f"{x.dtype} is computed by the reference"
+        if not inference and _physical(x).is_inference():  # autograd would not save it
+            return False, "an input is an inference tensor"
     here = available(device)
     if not here[0]:
         return here

@@ -34,10 +34,11 @@ class Op:
         fused: the kernels, both passes, right under every functorch transform.
         examples: draws a call for the tests; every kind of input that is allowed.
         fits: names what in the arguments the kernels cannot compute, ``""`` if nothing.
-        eager: what stock code runs, if that is not ``reference``.
         benchmarks: the shapes to time.
         launches: the kernels, for tuning.
-        crossover: elements from which the kernels pay, measured, by architecture (``"sm_90"``).
+        crossover: by architecture (``"sm_90"``), elements from which both passes end no later than
+            the reference's, measured on an idle queue; a GPU that is not listed has
+            :data:`~opake.kernels._guard.MIN_ELEMENTS`.
     """
 
     name: str
@@ -46,7 +47,6 @@ class Op:
     fused: Callable[..., Any]
     examples: Callable[[Draw], Call]
     fits: Callable[..., str] = _fits
-    eager: Callable[..., Any] | None = None
     benchmarks: tuple[Shape, ...] = ()
     launches: tuple[Launch, ...] = ()
     crossover: dict[str, int] = field(default_factory=dict)
@@ -55,8 +55,10 @@ class Op:
         """Run the kernels if they can and should, the reference otherwise."""
         if torch.compiler.is_compiling():
             return self.reference(*args, **kwargs)
-        run, _ = should_run(self, *args, **kwargs)
-        return self.fused(*args, **kwargs) if run else self.reference(*args, **kwargs)
+        if decide(self, args, kwargs, None)[0]:
+            return self.fused(*args, **kwargs)
+        record(self.name, "reference")
+        return self.reference(*args, **kwargs)
 
 
 _registry: dict[str, Op] = {}
@@ -69,8 +71,14 @@ def register(op: Op) -> Op:
     Raises:
         InvalidArgument: the name is taken, or is no public identifier.
     """
-    if not op.name.isidentifier() or op.name.startswith("_"):
+    if not isinstance(op, Op):
+        raise InvalidArgument(f"expected opake.kernels.Op(...), found {op!r}")
+    package = importlib.import_module("opake.kernels")
+    name = op.name if isinstance(op.name, str) else ""
+    if not name.isidentifier() or name.startswith("_") or name in vars(package):
         raise InvalidArgument(f"{op.name!r} cannot name an operator")
+    if not str(getattr(op.function, "__module__", "")).startswith(package.__name__):
+        ops()  # those of this directory have their names first
     if _registry.setdefault(op.name, op) is not op:
         raise InvalidArgument(f"an operator named {op.name!r} is registered already")
     return op
@@ -113,15 +121,20 @@ def should_run(
         InvalidArgument: no operator has that name.
     """
     op = _named(op)
-    decision = decide(op, args, kwargs, min_elements)
-    _ran[op.name] = "triton" if decision[0] else "reference"
-    return decision
+    if torch.compiler.is_compiling():
+        return False, "torch.compile fuses the reference itself"
+    return decide(op, args, kwargs, min_elements)
+
+
+def record(name: str, backend: str) -> None:
+    """Note what computes a pass of the operator of that name: ``"triton"`` or ``"reference"``."""
+    _ran[name] = backend
 
 
 def last_backend(op: str | Op) -> str | None:
-    """What the last call, or :func:`should_run`, chose: ``"triton"``, ``"reference"`` or None.
+    """What computed the operator's last pass, forward or backward.
 
-    Compiled calls leave no trace.
+    ``"triton"``, ``"reference"``, or None where there was none. Compiled calls leave no trace.
 
     Raises:
         InvalidArgument: no operator has that name.

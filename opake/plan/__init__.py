@@ -32,6 +32,7 @@ MODEL: dict[str, Concern] = {
     "vmap_masking": calls.MASKING,
     "moe": experts.MOE,
     "vmap_checkpointing": checkpointing.CHECKPOINTING,
+    "vmap_grouped_mm": experts.GROUPED_MM,
     "kv_cache": calls.KV_CACHE,
     "activation": kernels.ACTIVATION,
     "dropout": calls.DROPOUT,
@@ -81,6 +82,8 @@ def plan_model(model: nn.Module, flags: Flags) -> Plan:
         _refuse_attention(inner, flags)
     symbols.verify(needed(family, flags))
     context = Context(model, inner, family or _NO_FAMILY, flags)
+    if family is not None and flags.compat:
+        _refuse_absent(context)
     stranger = "no transformers model" if inner is None else "unknown model_type"
 
     def build(name: str) -> Step | Skip:
@@ -145,6 +148,18 @@ def _family(model: nn.Module, inner: Any, flags: Flags) -> Family | None:
         raise UnsupportedModel(f"{message}, or pass compat=False")
     warnings.warn(f"no model concern is patched: {message}", stacklevel=caller_depth())
     return None
+
+
+def _refuse_absent(context: Context) -> None:
+    family = context.family
+    for names in ((family.base,), family.attention):
+        if not context.modules(*names):
+            raise UnsupportedModel(
+                f"the family of model_type {context.inner.config.model_type!r} names "
+                f"{' and '.join(names) or 'no attention'} in {family.module}, and "
+                f"{type(context.inner).__name__} has no such module; register a Family with the "
+                "names that its modeling file has"
+            )
 
 
 def _refuse_attention(inner: Any, flags: Flags) -> None:

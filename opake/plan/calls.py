@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from torch import nn
@@ -57,16 +58,27 @@ def _kv_cache(context: Context) -> Step | Skip:
 
 def _batchify(context: Context) -> Step | Skip:
     batchify = compat("batchify")
-    base = context.modules(context.family.base)
-    heads = [] if context.inner in base else [context.inner]
-    for module in (*base, *heads):
+    modules = _called(context)
+    for module in modules:
         refuse_foreign_forward(module)
     patches: list[Patch] = []
-    for module in (*base, *heads):
-        extra = batchify.choices(stock_class(module).__name__)
+    for module in modules:
+        extra = batchify.choices(stock_class(module))
         patches.append(ForwardPatch(module, batchify.batchify(positional(module), extra)))
-    names = dict.fromkeys(stock_class(module).__name__ for module in (*heads, *base))
+    names = dict.fromkeys(stock_class(module).__name__ for module in modules)
     return Step(patches, f"{', '.join(names)}.forward", "forward", len(patches))
+
+
+def _called(context: Context) -> list[nn.Module]:
+    """Return what takes a batch of sequences: every model inside, and PEFT's around it.
+
+    PEFT's puts the embeddings of a prompt in front of the tokens', and needs the batch for that.
+    """
+    model_class = importlib.import_module("transformers.modeling_utils").PreTrainedModel
+    models = [module for module in context.all_modules if isinstance(module, model_class)]
+    outer = context.model
+    wraps = outer is not context.inner and hasattr(outer, "peft_config")
+    return [outer, *models] if wraps and "input_ids" in positional(outer) else models
 
 
 def _base_needs(family: Family) -> list[Need]:

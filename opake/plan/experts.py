@@ -10,15 +10,16 @@ from torch import nn
 from opake import symbols
 from opake.engine import AttributePatch, ForwardPatch, RebindPatch, stacks
 from opake.engine.patch import SlotPatch
-from opake.engine.reclass import stock_class
+from opake.engine.reclass import is_stock, stock_class, table
 from opake.engine.shared import SharedPatch
-from opake.engine.slots import attribute_slot
+from opake.engine.slots import MISSING, attribute_slot
 from opake.errors import MissingTarget, UnpatchableTarget
 from opake.families import Family
 from opake.plan.modules import positional, refuse_foreign_forward, stock_method
 from opake.plan.step import Concern, Context, Need, ProcessConcern, Skip, Step, compat, compat_needs
 
 _LORA = "_activate_lora"
+_KEPT = "_old_forward"
 
 
 def _moe(context: Context) -> Step | Skip:
@@ -28,9 +29,7 @@ def _moe(context: Context) -> Step | Skip:
     adapted = [module for module in modules if experts.adapts_parameter(module)]
     for module in stacked:
         refuse_foreign_forward(module)
-    patches: list[SlotPatch] = [
-        ForwardPatch(module, experts.forward(positional(module))) for module in stacked
-    ]
+    patches: list[SlotPatch] = [_ExpertsPatch(module, experts) for module in stacked]
     patches += [ForwardPatch(m, experts.activate_lora, slot=_LORA) for m in adapted]
     if not patches:
         names = dict.fromkeys(stock_class(module).__name__ for module in modules)
@@ -39,10 +38,58 @@ def _moe(context: Context) -> Step | Skip:
         return Skip(what)
     patches += _router_loss(context.inner, experts)
     slots = [patch.slot for patch in patches]
-    names = dict.fromkeys(f"{stock_class(slot.owner).__name__}.{slot.key}" for slot in slots)
+    names = dict.fromkeys(
+        f"{stock_class(slot.owner).__name__}.{'forward' if slot.key == _KEPT else slot.key}"
+        for slot in slots
+    )
     used = dict.fromkeys(str(module.config._experts_implementation) for module in stacked)
     note = f"experts_implementation={', '.join(used)}" if used else "LoRA on bare parameters"
     return Step([*patches], ", ".join(names), "forward", len(patches), note)
+
+
+class _ExpertsPatch(ForwardPatch):
+    """Puts our experts right over the stock ``forward``, beneath every layer that is there.
+
+    They stand in for stock's, so a layer or a hook below them would not run.
+    """
+
+    def __init__(self, module: nn.Module, experts: Any) -> None:
+        self._experts = experts
+        self._eager = experts.forward(positional(module))
+        super().__init__(module, self._eager, slot=_own_forward(module))
+
+    def build(self, below: Any) -> Any:
+        if below is MISSING or is_stock(self.slot.owner, below):
+            self.wrapper = self._eager
+        else:
+            self.wrapper = self._experts.below if self._others() else self._experts.out_of_reach
+        return super().build(below)
+
+    def _others(self) -> bool:
+        """Tell whether another scope put its experts here, which are beneath ours then."""
+        layers = [layer for stack in table(self.slot.owner).values() for layer in stack.layers]
+        owners = [getattr(layer.build, "__self__", None) for layer in layers]
+        return any(isinstance(x, _ExpertsPatch) and x is not self for x in owners)
+
+    @stacks.locked
+    def apply(self) -> None:
+        stack = stacks.find(self.slot)
+        above = [] if stack is None else list(stack.layers)
+        try:
+            for layer in reversed(above):
+                stacks.remove(self.slot, layer)
+            super().apply()
+        finally:
+            stack = stacks.find(self.slot)
+            held = [] if stack is None else list(stack.layers)  # an interrupt leaves some there
+            for layer in above:
+                if layer not in held:
+                    stacks.push(self.slot, layer)
+
+
+def _own_forward(module: nn.Module) -> str:
+    # Under accelerate's hook, the module's own forward is the one the hook kept.
+    return _KEPT if _KEPT in vars(module) else "forward"
 
 
 def _router_loss(inner: nn.Module, experts: Any) -> list[SlotPatch]:
@@ -50,11 +97,8 @@ def _router_loss(inner: nn.Module, experts: Any) -> list[SlotPatch]:
     stock = getattr(importlib.import_module(forward.__module__), experts.ROUTER_LOSS, None)
     if stock is None or symbols.parameters(stock) != experts.ROUTER_LOSS_PARAMETERS:
         return []
-    # Under accelerate's hook, the forward that computes the loss is the one the hook kept.
-    slot = "_old_forward" if "_old_forward" in vars(inner) else "forward"
-    patch = RebindPatch(
-        inner, {experts.ROUTER_LOSS: experts.router_loss(forward.__module__)}, slot=slot
-    )
+    replacements = {experts.ROUTER_LOSS: experts.router_loss(forward.__module__)}
+    patch = RebindPatch(inner, replacements, slot=_own_forward(inner))
     try:
         patch.check()
     except (MissingTarget, UnpatchableTarget):
@@ -84,5 +128,16 @@ def _vmap_grouped_mm_needs() -> list[Need]:
     ]
 
 
+def _grouped_mm(context: Context) -> Step | Skip:
+    if not any(map(compat("experts").is_stacked, context.all_modules)):
+        return Skip("the model has no experts")
+    return _vmap_grouped_mm()
+
+
+def _grouped_mm_needs(family: Family) -> list[Need]:
+    return _vmap_grouped_mm_needs()
+
+
 MOE = Concern(_moe, _moe_needs)
+GROUPED_MM = Concern(_grouped_mm, _grouped_mm_needs, any_model=True)
 VMAP_GROUPED_MM = ProcessConcern(_vmap_grouped_mm, _vmap_grouped_mm_needs)

@@ -59,10 +59,6 @@ class Context:
     flags: Flags
     guards: dict[str, Guard] = field(default_factory=dict)
 
-    def guard(self, concern: str) -> Guard:
-        """Return what decides and counts the calls of the kernels of ``concern``."""
-        return self.guards.setdefault(concern, Guard(self.flags.min_elements))
-
     @functools.cached_property
     def all_modules(self) -> list[nn.Module]:
         """Every module of the transformers model; of ``model`` where there is none inside."""
