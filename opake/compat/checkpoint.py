@@ -103,12 +103,14 @@ def run(
 
     Raises :class:`~opake.errors.UnsupportedTransform` under ``torch.compile``, forward mode and
     more than one level of gradients, with a ``context_fn``, and where a torch function in the layer
-    reads a tensor that needs a gradient and is none of those named above. Tensors that go straight
-    into an autograd function are not looked at.
+    reads a tensor that needs a gradient and is none of those named above, or a hook of somebody
+    else could take a tensor out of it. Tensors that go straight into an autograd function are not
+    looked at, and what a module keeps for itself carries no gradient.
     """
     if recompute.is_running() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     _refuse(options)
+    _refuse_hooks(layer)
     call = recompute.Call(layer, function, args, kwargs, options.get("preserve_rng_state", True))
     operands = call.operands()
     reads = _Reads(layer, operands)
@@ -120,6 +122,22 @@ def run(
     call.take_operands()
     joined = iter(recompute.join(call, outputs, operands))
     return call.deliver([next(joined) if is_float(leaf) else leaf for leaf in leaves], spec)
+
+
+_HARMLESS = ("accelerate", "opake", "peft", "torch", "transformers")
+"""Whose forward hooks take nothing out of a layer that a loss is made of, or hand it over to us."""
+
+
+def _refuse_hooks(layer: nn.Module) -> None:
+    for name, module in layer.named_modules():
+        for hook in module._forward_hooks.values():
+            owner = str(getattr(hook, "__module__", "") or type(hook).__module__)
+            if owner.partition(".")[0] not in _HARMLESS:
+                raise UnsupportedTransform(
+                    f"a forward hook from {owner} on {type(layer).__qualname__}.{name} would see "
+                    "tensors without a gradient, since this layer is checkpointed under a functorch "
+                    "transform; remove it, or call model.gradient_checkpointing_disable()"
+                )
 
 
 def _refuse(options: dict[str, Any]) -> None:

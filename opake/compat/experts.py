@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from opake._functorch import SYMBOLS as FUNCTORCH
 from opake._functorch import apply
+from opake.compat.autocast import autocast
 from opake.compat.batchify import by_name
 from opake.compat.transforms import transforms_active, unwrap
 from opake.errors import ForeignWrite
@@ -133,16 +134,10 @@ def _linear(experts: Any, name: str, x: Tensor, ids: Tensor) -> Tensor:
     weight = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
     if torch.is_autocast_enabled(x.device.type):
-        x, weight, bias = (_autocast(t, x.device.type) for t in (x, weight, bias))
+        x, weight = autocast(x), autocast(weight)
+        bias = None if bias is None else autocast(bias)
     y = grouped_linear(x, weight if experts.is_transposed else weight.mT, ids)
     return y if bias is None else y + bias
-
-
-def _autocast(x: Any, device_type: str) -> Any:
-    # As torch's autocast, which leaves fp64 as it is.
-    if x is None or not x.is_floating_point() or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device_type))
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ids: Tensor) -> Tensor:

@@ -112,10 +112,17 @@ _LOCK = threading.RLock()
 
 
 def _state(layer: nn.Module) -> dict[str, Tensor]:
-    # Tied ones under each of their names: what is tied in the call may not be in the module.
-    state: dict[str, Tensor] = dict(layer.named_parameters(remove_duplicate=False))
-    state.update(layer.named_buffers(remove_duplicate=False))
-    return state
+    """Return what every module holds, once: a shared one would be filled and emptied twice.
+
+    Tied parameters come under each of their names: what is tied in the call may not be in the
+    module.
+    """
+    found: dict[str, Tensor] = {}
+    for prefix, module in layer.named_modules():
+        held = (*module._parameters.items(), *module._buffers.items())
+        where = f"{prefix}." if prefix else ""
+        found.update((where + name, x) for name, x in held if x is not None)
+    return found
 
 
 class _Operand:

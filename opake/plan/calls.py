@@ -86,7 +86,7 @@ def _base_needs(family: Family) -> list[Need]:
     return [
         (family.module, family.base, ()),
         (family.module, f"{family.base}.forward", (*forward, "cache|past_key_values")),
-        *compat_needs("transforms"),
+        *compat_needs("autocast", "transforms"),
     ]
 
 
