@@ -135,7 +135,7 @@ def _refuse_hooks(layer: nn.Module) -> None:
             if owner.partition(".")[0] not in _HARMLESS:
                 raise UnsupportedTransform(
                     f"a forward hook from {owner} on {type(layer).__qualname__}.{name} would see "
-                    "tensors without a gradient, since this layer is checkpointed under a functorch "
+                    "tensors without a gradient, as this layer is checkpointed under a functorch "
                     "transform; remove it, or call model.gradient_checkpointing_disable()"
                 )
 
