@@ -61,7 +61,8 @@ def _start(interpret: str, path: list[str]) -> None:
     # Names operators that functorch runs example by example; stock does the same.
     warnings.filterwarnings("ignore", message="There is a performance drop")
     # torch compiles its forward-mode formulas with torch.jit.script, which it has deprecated.
-    warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated")
+    # So does dynamo, while it is set up.
+    warnings.filterwarnings("ignore", message="`torch.jit.script")
     import torch
 
     torch.set_num_threads(1)

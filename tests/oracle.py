@@ -24,6 +24,9 @@ GRADIENT_BAR = {torch.float32: 1e-5, torch.float64: 1e-12}
 in another order. transformers' loss and norms are fp32 islands in an fp64 model too; they run
 unchanged and round alike, so fp64 keeps its own bar."""
 
+MOE_BAR = 1e-4
+"""The same in fp32 where there are experts: stock's own implementations differ by as much."""
+
 LOSS_BAR = 1e-5
 """Largest error of a loss. transformers computes it in fp32 whatever the model's dtype, and under
 vmap its mean adds up in another order: one fp32 ulp, 1.2e-7, also in an fp64 model."""
@@ -159,7 +162,8 @@ def assert_exact(
     """Assert that dtypes agree and that losses and gradients are exact.
 
     ``noise`` is how far ``expected`` itself is from the truth: where its gradients cancel to
-    nothing, the rounding of both sides is all that is left to compare, hence twice that.
+    nothing, the rounding of both sides is all that is left to compare. Ours may be twice as far
+    from the truth as stock's, in another direction: hence three times that.
     """
     assert found.losses.dtype == expected.losses.dtype
     for name, grad in expected.grads.items():
@@ -167,7 +171,7 @@ def assert_exact(
     bar = max(GRADIENT_BAR[grad.dtype] for grad in expected.grads.values())
     loss, gradient = errors(found, expected, floor=floor)
     assert loss <= LOSS_BAR, f"loss is off by {loss:.2e}"
-    assert gradient <= max(bar, 2 * noise), f"a gradient is off by {gradient:.2e}"
+    assert gradient <= max(bar, 3 * noise), f"a gradient is off by {gradient:.2e}"
 
 
 def same_bits(found: Any, expected: Any) -> bool:

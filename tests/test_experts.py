@@ -174,7 +174,9 @@ def test_gradients_are_those_of_the_loop(impl: str, case: str) -> None:
     before = Snapshot(model)
     with opake.patched(model):
         found = per_example(model, examples, batched=False, **options)
-    assert_exact(found, expected, noise=max(rounding, BAR / 2))
+    # Softmax over one key is constant: of the gradients of q and k only rounding is left.
+    floor = 0.1 if case == "one token" else 1e-3
+    assert_exact(found, expected, noise=max(rounding, BAR / 3), floor=floor)
     assert before.changes() == []
 
 
@@ -316,7 +318,7 @@ def test_under_the_hooks_of_accelerate(everywhere: bool, impl: str) -> None:
     before = Snapshot(model)
     with opake.patched(model):
         found = per_example(model, padded(), batched=False)
-    assert_exact(found, expected, **({"noise": BAR / 2} if impl == "grouped_mm" else {}))
+    assert_exact(found, expected, **({"noise": BAR / 3} if impl == "grouped_mm" else {}))
     assert hook.calls == 2 * everywhere  # one call for all examples
     assert before.changes() == []
 

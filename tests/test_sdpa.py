@@ -392,8 +392,21 @@ def test_strides_of_what_comes_in(kind: str) -> None:
     assert_rows(pullback(weights), expected)
 
 
+def stock_differentiates_in_inference_mode() -> bool:
+    """Tell whether functorch can record there at all; torch 2.11 saves none of its wrappers."""
+    try:
+        with torch.inference_mode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            vmap(grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum()))(normal(N, *heads()))
+    except RuntimeError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_modes_without_gradients(mode: Any) -> None:
+    if mode is torch.inference_mode and not stock_differentiates_in_inference_mode():
+        pytest.skip("functorch of this torch records nothing in inference mode")
     case, inputs, weights, expected = setting()
     gradients = vmap(grad(weighted(folded_sdpa, case), (0, 1, 2)), (0, 0, 0, None, 0))
     with mode():
@@ -420,8 +433,9 @@ def test_inputs_from_inference_mode_that_nobody_differentiates_by(name: str, sub
     gradients = vmap(grad(weighted(folded_sdpa, case), numbers), (*dims(given, ALL), 0))
     expected = [rows[i] for i in numbers]
     assert_rows(gradients(*given, weights), expected)
-    with torch.inference_mode():
-        assert_rows(gradients(*given, weights), expected)
+    if stock_differentiates_in_inference_mode():
+        with torch.inference_mode():
+            assert_rows(gradients(*given, weights), expected)
 
 
 def test_functorchs_ban_on_saved_tensor_hooks_stays() -> None:

@@ -377,6 +377,10 @@ class _Losses(Dataset[Tensor]):
         return found.losses
 
 
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="with a GPU, a backward pass starts autograd's threads, and no fork can follow it",
+)
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("model_type", ["mixtral", "bert"])
 def test_workers_of_a_loader_inherit_the_scope(model_type: str) -> None:

@@ -335,6 +335,8 @@ class _Records:
     def __init__(self, collector: dict[str, Any]) -> None:
         self._collector = collector
         self._before = {k: len(v) for k, v in collector.items() if isinstance(v, list)}
+        # Noted now: transformers takes some out before the backward comes.
+        self._others = {k: v for k, v in collector.items() if k not in self._before}
 
     @classmethod
     def active(cls) -> _Records | None:
@@ -353,8 +355,7 @@ class _Records:
     @contextmanager
     def apart(self) -> Iterator[_Records]:
         """Collect elsewhere, as if as much had come in before as in the first run."""
-        others = {k: v for k, v in self._collector.items() if k not in self._before}
-        again = {**others, **{key: [None] * n for key, n in self._before.items()}}
+        again = {**self._others, **{key: [None] * n for key, n in self._before.items()}}
         token = output_capturing._active_collector.set(again)
         try:
             yield _Records(again)

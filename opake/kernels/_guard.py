@@ -46,10 +46,15 @@ def available(where: Tensor | torch.device | str | int | None = None) -> Decisio
     if isinstance(where, int):  # torch.device asks which accelerator there is
         where = f"cuda:{where}"
     device = where.device if isinstance(where, Tensor) else torch.device(where)
-    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
     if device.type == "cpu":
         return _on_cpu(os.environ.get("TRITON_INTERPRET", ""))
+    if device.type == "cuda" and torch.cuda.is_available():
+        if torch.cuda._is_in_bad_fork():
+            return False, "CUDA cannot be used in a process that was forked from one that uses it"
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # nor do we do it
+            return (True, "") if find_spec("triton") else (False, "triton is not installed")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
     return _on_device(device)
 
 
