@@ -790,5 +790,6 @@ def test_planning_and_entering_are_cheap():
         done = time.process_time()
         best["plan"] = min(best["plan"], planned - start)
         best["enter"] = min(best["enter"], done - planned)
+    # Ten and five times what an idle machine takes, for one whose caches others empty meanwhile.
     assert best["plan"] < 0.030, best
-    assert best["enter"] < 0.005, best
+    assert best["enter"] < 0.015, best

@@ -119,6 +119,7 @@ def test_gradients_are_stocks_and_each_layer_runs_twice(
 
 
 @zoo.families
+@pytest.mark.case("gradient checkpointing")
 def test_every_family_has_the_gradients_of_stock_with_and_without(model_type: str) -> None:
     model = zoo.tiny(model_type, None, torch.float64)
     assert checkpointed(model)

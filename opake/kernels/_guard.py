@@ -120,6 +120,8 @@ def decide(
         return False, "there is no tensor among the inputs"
     device = tensors[0].device
     inference = torch.is_inference_mode_enabled()
+    if inference and torch._C._are_functorch_transforms_active():
+        return False, "functorch in inference mode goes through the reference"
     for x in tensors:
         if type(x) not in _TYPES:
             return False, f"an input is a {type(x).__name__}"
