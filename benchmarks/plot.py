@@ -50,7 +50,7 @@ def kernels() -> None:
         axis.bar([x + 0.25 * i for x in range(len(shares))], shares, 0.23, label=variant)
     axis.set_xticks([x + 0.25 for x in range(len(labels))], labels)
     axis.set_ylabel("share of copy bandwidth")
-    axis.legend()
+    axis.legend(loc="lower right", ncols=3)
     figure.suptitle(f"forward and backward, bf16, {result['gpu']}")
     figure.savefig(ROOT / "docs" / "kernels.png", dpi=120)
 

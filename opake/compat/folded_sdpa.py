@@ -55,8 +55,9 @@ def folded_sdpa(
 
     Shapes as there: (B, heads, S, head_dim), and any mask that broadcasts to (B, heads, S, S).
     Forward mode, second order and gradients in inference mode are plain math. Dropout is drawn as
-    vmap's ``randomness`` says: ``"different"`` in the fused call, for every row of the folded batch; ``"same"`` in plain math,
-    which gives every example what a loop would that is seeded anew before each; ``"error"``
+    vmap's ``randomness`` says: ``"different"`` in the fused call, for every row of the folded
+    batch; ``"same"`` in plain math, which gives every example what a loop would that is seeded anew
+    before each; ``"error"``
     raises functorch's RuntimeError. A second derivative through a fused dropout raises
     :class:`~opake.errors.UnsupportedAttention`.
     """
