@@ -393,20 +393,15 @@ def test_strides_of_what_comes_in(kind: str) -> None:
 
 
 def stock_differentiates_in_inference_mode() -> bool:
-    """Tell whether functorch can record there at all; torch 2.11 saves none of its wrappers."""
-    try:
-        with torch.inference_mode(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            vmap(grad(lambda x: F.scaled_dot_product_attention(x, x, x).sum()))(normal(N, *heads()))
-    except RuntimeError:
-        return False
-    return True
+    """Tell whether functorch does at all: with torch 2.11 every gradient is zero there."""
+    with torch.inference_mode():
+        return bool((vmap(grad(lambda x: (x * x).sum()))(torch.ones(2, 3)) == 2).all())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_modes_without_gradients(mode: Any) -> None:
     if mode is torch.inference_mode and not stock_differentiates_in_inference_mode():
-        pytest.skip("functorch of this torch records nothing in inference mode")
+        pytest.skip("this torch records nothing in inference mode, and gives zeros")
     case, inputs, weights, expected = setting()
     gradients = vmap(grad(weighted(folded_sdpa, case), (0, 1, 2)), (0, 0, 0, None, 0))
     with mode():

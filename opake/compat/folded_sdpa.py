@@ -54,10 +54,9 @@ def folded_sdpa(
     """Run ``F.scaled_dot_product_attention`` under functorch transforms, as one fused call.
 
     Shapes as there: (B, heads, S, head_dim), and any mask that broadcasts to (B, heads, S, S).
-    Forward mode, second order and gradients in inference mode are plain math. Dropout is drawn as
-    vmap's ``randomness`` says: ``"different"`` in the fused call, for every row of the folded
-    batch; ``"same"`` in plain math, which gives every example what a loop would that is seeded anew
-    before each; ``"error"``
+    Forward mode and second order are plain math. Dropout is drawn as vmap's ``randomness`` says:
+    ``"different"`` in the fused call, for every row of the folded batch; ``"same"`` in plain math,
+    which gives every example what a loop would that is seeded anew before each; ``"error"``
     raises functorch's RuntimeError. A second derivative through a fused dropout raises
     :class:`~opake.errors.UnsupportedAttention`.
     """
@@ -66,9 +65,7 @@ def folded_sdpa(
     if any(needed):
         inputs = tuple(None if x is None else _savable(x) for x in inputs)
     call = _Call(dropout_p, is_causal, scale, enable_gqa, needed)
-    plain = forward_ad._current_level >= 0 or (dropout_p > 0 and not _draws_per_example(inputs))
-    # torch 2.11 lets no autograd function save what functorch wraps in inference mode.
-    if plain or (any(needed) and torch.is_inference_mode_enabled()):
+    if forward_ad._current_level >= 0 or (dropout_p > 0 and not _draws_per_example(inputs)):
         return _plain(inputs, call)
     output: Tensor = apply(_Forward, *inputs, call)[0]
     return output
