@@ -75,6 +75,11 @@ def alive(x: Tensor) -> Tensor:
     return functorch.unwrap_if_dead(x)
 
 
+def in_front(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return ``x`` with its mapped dimension in front, lazily repeated where it has none."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
 def _all_alive(args: Sequence[Any]) -> list[Any]:
     return [alive(x) if isinstance(x, Tensor) else x for x in args]
 

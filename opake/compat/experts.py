@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from opake._functorch import SYMBOLS as FUNCTORCH
-from opake._functorch import apply
+from opake._functorch import apply, in_front
 from opake.compat.autocast import autocast
 from opake.compat.batchify import by_name
 from opake.compat.transforms import transforms_active, unwrap
@@ -191,7 +191,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, weight: Tensor, ids: Tensor) -> Any:
         size, (of_x, of_weight, of_ids) = info.batch_size, in_dims
-        x, ids = _mapped(x, of_x, size), _mapped(ids, of_ids, size)
+        x, ids = in_front(x, of_x, size), in_front(ids, of_ids, size)
         if of_weight is not None:
             weight = weight.movedim(of_weight, 0)
             ids = _apart(ids, weight.shape[1])
@@ -237,7 +237,7 @@ class _GroupedOuter(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, x: Tensor, z: Tensor, ids: Tensor, experts: int) -> Any:
         size = info.batch_size
-        x, z, ids = (_mapped(t, dim, size) for t, dim in zip((x, z, ids), in_dims, strict=False))
+        x, z, ids = (in_front(t, dim, size) for t, dim in zip((x, z, ids), in_dims, strict=False))
         ids = _apart(ids, experts)
         y = grouped_outer(x.flatten(0, 1), z.flatten(0, 1), ids.flatten(), size * experts)
         return y.view(size, experts, *y.shape[1:]), 0
@@ -253,10 +253,6 @@ def _grouped(ids: Tensor, experts: int) -> tuple[Tensor, list[tuple[int, slice]]
         if size
     ]
     return ids.argsort(stable=True), groups
-
-
-def _mapped(x: Tensor, dim: int | None, size: int) -> Tensor:
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _apart(ids: Tensor, experts: int) -> Tensor:

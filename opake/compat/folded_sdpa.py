@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.nn import functional as F
 
 from opake._functorch import SYMBOLS as FUNCTORCH
-from opake._functorch import apply
+from opake._functorch import apply, in_front
 from opake.compat.transforms import needs_grad, unwrap
 from opake.errors import UnsupportedAttention
 
@@ -244,11 +244,6 @@ _NONE = (None,) * 4
 # ---- the mapped dimension
 
 
-def _front(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return ``x`` with its mapped dimension in front, lazily repeated where it has none."""
-    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
 def _fold(x: Tensor, batch: int) -> Tensor:
     """Fold (N, b, ...) into (N * batch, ...), b being 1 or ``batch``."""
     return x.expand(-1, batch, *x.shape[2:]).flatten(0, 1)
@@ -263,7 +258,7 @@ def _fold_inputs(
 ) -> tuple[list[Tensor | None], int]:
     """Fold the mapped dimension of the operator's inputs; returns its batch size besides."""
     pairs = zip(inputs, dims, strict=True)
-    fronts = [None if x is None else _front(x, dim, size) for x, dim in pairs]
+    fronts = [None if x is None else in_front(x, dim, size) for x, dim in pairs]
     whole = [None if x is None else _with_batch(x) for x in fronts]
     sizes = {x.shape[1] for x in whole if x is not None}
     batch = next(iter(sizes - {1}), 1)  # anything but one size besides 1 is refused by torch
@@ -361,7 +356,7 @@ class _Backward(torch.autograd.Function):
     def vmap(info: Any, in_dims: Any, grad: Tensor, *args: Any) -> Any:
         *inputs, state = args
         size, dims = info.batch_size, in_dims[1:5]
-        grad = _front(grad, in_dims[0], size)
+        grad = in_front(grad, in_dims[0], size)
         if dims == _NONE:  # several gradients of one output
             rows = [apply(_Backward, row, *args) for row in grad]
             columns = zip(*rows, strict=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.func import vjp
 
-from opake._functorch import alive, apply
+from opake._functorch import alive, apply, in_front
 from opake.kernels._op import record
 from opake.kernels._triton import launchable
 
-__all__ = ["double_backward", "elementwise_function", "in_front", "pull_back"]
+__all__ = ["all_in_front", "double_backward", "elementwise_function", "pull_back"]
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -64,7 +64,7 @@ def elementwise_function(
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-            found = apply(Backward, *in_front(info.batch_size, in_dims, *args))
+            found = apply(Backward, *all_in_front(info.batch_size, in_dims, *args))
             return found, tuple(None if x is None else 0 for x in found)
 
     class Forward(Function):
@@ -86,7 +86,7 @@ def elementwise_function(
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
-            return apply(Forward, *in_front(info.batch_size, in_dims, *inputs)), 0
+            return apply(Forward, *all_in_front(info.batch_size, in_dims, *inputs)), 0
 
     Forward.__name__ = Forward.__qualname__ = name
     Backward.__name__ = Backward.__qualname__ = f"{name}Backward"
@@ -98,17 +98,10 @@ def elementwise_function(
     return fused
 
 
-def in_front(batch_size: int, in_dims: Sequence[int | None], *args: Any) -> list[Any]:
+def all_in_front(batch_size: int, in_dims: Sequence[int | None], *args: Any) -> list[Any]:
     """Move the mapped dimension of every tensor to the front, expanding what is not mapped."""
-    moved: list[Any] = []
-    for x, dim in zip(args, in_dims, strict=True):
-        if not isinstance(x, Tensor):
-            moved.append(x)
-        elif dim is None:
-            moved.append(x.expand(batch_size, *x.shape))
-        else:
-            moved.append(x.movedim(dim, 0))
-    return moved
+    pairs = zip(args, in_dims, strict=True)
+    return [in_front(x, dim, batch_size) if isinstance(x, Tensor) else x for x, dim in pairs]
 
 
 def pull_back(
