@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from host import describe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
@@ -281,22 +279,6 @@ def timed(what: str) -> Iterator[None]:
     print(f"-- {what}: {time.perf_counter() - start:.1f} s", flush=True)
 
 
-def _commit() -> str:
-    command = ["git", "rev-parse", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _versions() -> dict[str, Any]:
-    found = {"host": platform.machine(), "python": platform.python_version()}
-    found["gpu"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    found["torch"] = torch.__version__
-    if find_spec("triton"):
-        import triton
-
-        found["triton"] = triton.__version__
-    return found
-
-
 def main() -> int:
     """Run every part and write the file; the exit status tells whether all numbers were right."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -312,7 +294,7 @@ def main() -> int:
     if not bench.cuda and not options.smoke:
         parser.error("there is no GPU; --smoke runs without one")
     ops = [op for op in kernels.ops() if not options.only or op.name in options.only]
-    result: dict[str, Any] = {**_versions(), "commit": options.commit or _commit()}
+    result: dict[str, Any] = describe(options.commit)
     result["copy_bytes_per_second"] = bandwidth = bench.bandwidth()
     print(f"copy: {bandwidth / 1e12:.2f} TB/s")
     with kernels.config(min_elements=0):

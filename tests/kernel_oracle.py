@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -244,8 +243,3 @@ def counted() -> Iterator[Callable[[], int]]:
 def fused(op: Op) -> bool:
     """Tell whether the last pass ran the kernels."""
     return kernels.last_backend(op) == "triton"
-
-
-def ladder(low: int, high: int) -> list[int]:
-    """Powers of four from ``low`` to ``high``."""
-    return [4**k for k in range(math.ceil(math.log(low, 4)), math.floor(math.log(high, 4)) + 1)]

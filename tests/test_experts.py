@@ -40,11 +40,11 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.integrations import moe
+from zoo import VOCAB
 
 import opake
 from opake.compat.experts import eager, grouped_linear, grouped_outer, is_stacked
 
-VOCAB = 19
 BAR = 1e-4
 """Largest error of a gradient in fp32: stock's own implementations differ by as much where the
 gradients of a router cancel."""

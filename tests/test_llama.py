@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -43,18 +42,11 @@ from transformers import (
     LlamaForCausalLM,
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from zoo import CACHE, LENGTH, PAD, VOCAB, lengths_mask, tokens
 
 import opake
 from opake.compat.attention import SDPA, sdpa
 from opake.errors import PackedSequences
-
-VOCAB, LENGTH = 19, 6
-PAD = 0
-CACHE = next(
-    name
-    for name in ("cache", "past_key_values")
-    if name in inspect.signature(LlamaForCausalLM.forward).parameters
-)
 
 # torch compiles its forward-mode formulas with torch.jit.script, which it has deprecated.
 forward_mode = pytest.mark.filterwarnings(
@@ -89,18 +81,6 @@ def make(
 
 BYSTANDER = make()
 """A model that a scope is opened for, to look at others meanwhile."""
-
-
-def tokens(size: int = 4, length: int = LENGTH, *, seed: int = 1) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(1, VOCAB, (size, length), generator=generator)
-
-
-def lengths_mask(real: list[int], side: str) -> Tensor:
-    """A padding mask with ``real[i]`` real tokens in row i."""
-    position = torch.arange(LENGTH).expand(len(real), -1)
-    count = torch.tensor(real).unsqueeze(1)
-    return (position < count if side == "right" else position >= LENGTH - count).long()
 
 
 def padded(mask: Tensor, *, label_padding: bool = False) -> dict[str, Tensor]:
