@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import time
-import warnings
 from pathlib import Path
 
 # Only the standard library may be imported up to here and in `assets`: a missing package is
@@ -66,9 +65,6 @@ def run(options: argparse.Namespace, corpus_file: Path) -> int:
     from training import Settings, finetune, prepare_data
 
     started = time.perf_counter()
-    # functorch says so of attention on the CPU, which it may run example by example; the demo's
-    # timings say what it costs.
-    warnings.filterwarnings("ignore", "There is a performance drop because", UserWarning)
     transformers.utils.logging.disable_progress_bar()  # it would interleave with the demo's own
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = Settings(steps=options.steps, seed=options.seed, device=device)
