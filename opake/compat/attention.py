@@ -37,6 +37,14 @@ class _Folded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def own_sdpa(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run a module that calls torch's SDPA itself, once for all examples under a transform."""
+    if not transforms_active() or torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)
+    with _Folded():
+        return wrapped(*args, **kwargs)
+
+
 def sdpa(
     module: torch.nn.Module,
     query: Tensor,
@@ -53,9 +61,10 @@ def sdpa(
     inputs: tuple[Tensor | None, ...] = (query, key, value, attention_mask)
     redirect: Any = nullcontext()
     if transforms_active():
-        # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
-        inputs = tuple(None if x is None else autocast(x) for x in inputs)
-        if not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
+            inputs = tuple(None if x is None else autocast(x) for x in inputs)
+        else:
             redirect = _Folded()
     with redirect:
         attention: tuple[Tensor, Tensor | None] = sdpa_attention.sdpa_attention_forward(

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from opake.compat import recompute
 from opake.compat.recompute import is_float
-from opake.compat.transforms import needs_grad, transforms_active
+from opake.compat.transforms import levels, needs_grad, transforms_active
 from opake.errors import UnsupportedTransform
 
 SYMBOLS = (
@@ -195,6 +195,9 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self._layer = layer
         self._operands = set(map(id, operands))
+        held = [level for operand in operands for level in levels(operand)]
+        held += [level._base for level in held if level._base is not None]
+        self._bases = {id(level): level for level in held}  # held: an identity can be taken again
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -209,7 +212,16 @@ class _Reads(TorchFunctionMode):
 
     def loses(self, tensor: Tensor) -> bool:
         """Tell whether a gradient by ``tensor`` would be lost."""
-        return id(tensor) not in self._operands and needs_grad(tensor)
+        return id(tensor) not in self._operands and any(
+            level.requires_grad and not self._is_view(level) for level in levels(tensor)
+        )
+
+    def _is_view(self, tensor: Tensor) -> bool:
+        """Tell whether ``tensor`` is a view of an operand that was made without a graph, as here.
+
+        Such a view requires a gradient because its base does, and has none itself.
+        """
+        return tensor.grad_fn is None and id(tensor._base) in self._bases
 
     def refuse(self) -> None:
         raise UnsupportedTransform(

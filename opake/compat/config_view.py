@@ -47,6 +47,53 @@ def switch(view: Any, live: bool) -> None:
         shared[FIELD] = state.stock
 
 
+@dataclass
+class Quiet:
+    """Whether a view of :func:`quiet_view` answers 0."""
+
+    live: bool = False
+
+
+def quiet_view(config: Any, names: tuple[str, ...], quiet: Quiet) -> Any:
+    """Return a view of ``config``, itself or a view, that answers 0 for ``names`` while ``quiet``.
+
+    In everything else it answers what ``config`` does.
+    """
+    state = getattr(config, "_opake_view", None)
+    if state is None:
+        used = vars(config).get(FIELD)
+        state = _State(config, used, used)
+    view: Any = object.__new__(_quiet_class(type(state.original), names))  # type: ignore[arg-type]
+    object.__setattr__(view, "__dict__", vars(state.original))
+    object.__setattr__(view, "_opake_view", state)
+    object.__setattr__(view, "_opake_quiet", quiet)
+    return view
+
+
+@functools.cache
+def _quiet_class(stock: Any, names: tuple[str, ...]) -> Any:
+    def answer(name: str) -> property:
+        def get(self: Any) -> Any:
+            return 0.0 if self._opake_quiet.live else vars(self)[name]
+
+        def set_stocks(self: Any, value: Any) -> None:
+            vars(self)[name] = value
+
+        return property(get, set_stocks)
+
+    view = _view_class(stock)
+    namespace = {
+        "__slots__": ("_opake_quiet",),
+        "__doc__": stock.__doc__,
+        "__module__": stock.__module__,
+        "__qualname__": stock.__qualname__,
+        "__eq__": view.__eq__,  # transformers makes one for every class of configs without it
+        "__hash__": stock.__hash__,
+        **{name: answer(name) for name in names},
+    }
+    return type(stock)(stock.__name__, (view,), namespace)
+
+
 @functools.cache
 def _view_class(stock: Any) -> Any:
     field = stock._attn_implementation

@@ -49,8 +49,8 @@ def without_rows(output: Any) -> Any:
         return type(output)(*map(without_rows, output))
     if isinstance(output, tuple | list):
         return type(output)(map(without_rows, output))
-    if hasattr(output, "batch_select_indices"):  # a cache
-        output.batch_select_indices(torch.empty(0, dtype=torch.long))
+    if hasattr(output, "reorder_cache"):  # which every kind of layer has, unlike a selection
+        output.reorder_cache(torch.empty(0, dtype=torch.long))
     return output
 
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from opake._functorch import SYMBOLS as FUNCTORCH
 from opake._functorch import apply, in_front
+from opake.compat.autocast import autocast
 from opake.compat.transforms import needs_grad, unwrap
 from opake.errors import UnsupportedAttention
 
@@ -60,7 +61,8 @@ def folded_sdpa(
     raises functorch's RuntimeError. A second derivative through a fused dropout raises
     :class:`~opake.errors.UnsupportedAttention`.
     """
-    inputs: tuple[Tensor | None, ...] = (query, key, value, attn_mask)
+    # Under functorch, autocast does not reach SDPA: rotary embedding left q and k in fp32.
+    inputs = tuple(None if x is None else autocast(x) for x in (query, key, value, attn_mask))
     needed = tuple(x is not None and needs_grad(x) for x in inputs)
     if any(needed):
         inputs = tuple(None if x is None else _savable(x) for x in inputs)

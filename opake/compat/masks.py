@@ -22,6 +22,11 @@ from opake.compat.batchify import by_name
 from opake.compat.transforms import transforms_active, unwrap
 from opake.errors import PackedSequences
 
+RECURRENT = "create_recurrent_attention_mask"
+OF_EVERY_LAYER = "create_masks_for_generate"
+PREPARE = "_preprocess_mask_arguments"
+"""What the builders begin with; a model that calls it itself looks for packed sequences there."""
+
 _MASK_PARAMETERS = ("config", "inputs_embeds", "attention_mask", "position_ids")
 
 SYMBOLS = (
@@ -42,6 +47,10 @@ def builder(modeling: str, name: str) -> Callable[..., Any]:
     Under a functorch transform a supplied padding mask is always materialised; without one, the
     ``is_causal`` fast path stays. Outside, the stock builder runs.
     """
+    if name == RECURRENT:
+        return _recurrent(modeling)
+    if name == OF_EVERY_LAYER:
+        return _of_every_layer(modeling)
     module = importlib.import_module(modeling)
     names = tuple(inspect.signature(getattr(masking_utils, name)).parameters)
     skip = "allow_is_bidirectional_skip" if "bidirectional" in name else "allow_is_causal_skip"
@@ -54,11 +63,52 @@ def builder(modeling: str, name: str) -> Callable[..., Any]:
         if call is None:
             return stock(*args, **kwargs)
         if call.get("attention_mask") is not None:
-            call[skip] = False
+            if skip in names:
+                call[skip] = False
         elif not has_cache(call) and call.get("position_ids") is not None:
             refuse_packing(call["position_ids"])
             call["position_ids"] = None  # what is left of them needs no mask
         return stock(**call)
+
+    build._opake_permanent = True  # type: ignore[attr-defined]
+    return build
+
+
+def _recurrent(modeling: str) -> Callable[..., Any]:
+    """Return the same for the mask of recurrent layers: (B, S), 0 where they read nothing."""
+    module = importlib.import_module(modeling)
+    names = tuple(inspect.signature(masking_utils.create_recurrent_attention_mask).parameters)
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        call = by_name(names, args, kwargs) if transforms_active() else None
+        if call is None:
+            return getattr(module, RECURRENT)(*args, **kwargs)
+        mask, length = call["attention_mask"], call["inputs_embeds"].shape[1]
+        if mask is None or mask.ndim != 2 or length == 1:
+            return None
+        return mask[:, -length:]
+
+    build._opake_permanent = True  # type: ignore[attr-defined]
+    return build
+
+
+def _of_every_layer(modeling: str) -> Callable[..., Any]:
+    """Return the same for what builds a mask for every kind of layer in the config."""
+    module = importlib.import_module(modeling)
+    names = tuple(inspect.signature(masking_utils.create_masks_for_generate).parameters)
+    kinds = masking_utils.LAYER_PATTERN_TO_MASK_FUNCTION_MAPPING
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        call = by_name(names, args, kwargs) if transforms_active() else None
+        config = call["config"].get_text_config() if call else None
+        layers = set(getattr(config, "layer_types", ()))
+        # Where it builds a single mask, or hands over what it was given, it is a builder itself.
+        functions = {kind: kinds.get(kind) for kind in layers}
+        if call is None or not all(inspect.isfunction(f) for f in functions.values()) or not layers:
+            return getattr(module, OF_EVERY_LAYER)(*args, **kwargs)
+        call["config"] = config
+        home = masking_utils.__name__
+        return {kind: builder(home, f.__name__)(**call) for kind, f in functions.items()}
 
     build._opake_permanent = True  # type: ignore[attr-defined]
     return build

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -24,12 +26,16 @@ def transforms_active() -> bool:
 
 def needs_grad(tensor: Tensor) -> bool:
     """Tell whether any transform, or autograd beneath them all, differentiates by ``tensor``."""
+    return any(level.requires_grad for level in levels(tensor))
+
+
+def levels(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield ``tensor`` as every functorch level has it, the plain one last."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
-        if tensor.requires_grad:
-            return True
+        yield tensor
         tensor = functorch.get_unwrapped(tensor)
-    return tensor.requires_grad
+    yield tensor
 
 
 def unwrap(tensor: Tensor) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from opake.errors import InvalidArgument
 
@@ -16,23 +17,31 @@ class Family:
     Args:
         module: the modeling module of transformers, dotted.
         base: the model without a head, which builds the masks.
-        attention: the modules that dispatch on ``config._attn_implementation``.
+        attention: the modules that look up ``config._attn_implementation`` among
+            ``ALL_ATTENTION_FUNCTIONS``.
         masks: the builders of ``transformers.masking_utils`` that ``base`` calls.
         masks_in: the method of ``base`` that calls them.
+        own_sdpa: the modules that call torch's SDPA themselves.
+        wrapped_by: models around ``base`` that build its masks for it, each with the functions
+            that do so, as its module names them.
+        cache: False where the model keeps no keys and values from call to call.
         mlp: the module that computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, if any.
         experts: the module of stacked experts that :mod:`transformers.integrations.moe` runs.
     """
 
     module: str
     base: str
-    attention: tuple[str, ...]
+    attention: tuple[str, ...] = ()
     masks: tuple[str, ...] = ("create_causal_mask",)
     masks_in: str = "forward"
+    own_sdpa: tuple[str, ...] = ()
+    wrapped_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    cache: bool = True
     mlp: str | None = None
     experts: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("attention", "masks"):
+        for name in ("attention", "masks", "own_sdpa"):
             if not isinstance(getattr(self, name), tuple):
                 raise InvalidArgument(
                     f"Family.{name} is a tuple of names, found {getattr(self, name)!r}"
@@ -55,7 +64,7 @@ def find(model_type: str) -> Family | None:
     """Return the declaration for ``model_type``, or None."""
     if model_type in _REGISTERED:
         return _REGISTERED[model_type]
-    if model_type not in _shipped():
+    if model_type not in shipped():
         return None
     family: Family = importlib.import_module(f"{__name__}.{model_type}").FAMILY
     return family
@@ -63,8 +72,9 @@ def find(model_type: str) -> Family | None:
 
 def supported() -> list[str]:
     """Return every known ``model_type``, sorted."""
-    return sorted({*_REGISTERED, *_shipped()})
+    return sorted({*_REGISTERED, *shipped()})
 
 
-def _shipped() -> list[str]:
-    return [info.name for info in pkgutil.iter_modules(__path__)]
+def shipped() -> list[str]:
+    """Return every ``model_type`` that has a file here, sorted."""
+    return sorted(info.name for info in pkgutil.iter_modules(__path__))

@@ -18,8 +18,18 @@ from opake.engine import Row
 from opake.engine.patchset import caller_depth
 from opake.errors import NotAModel, UnsupportedAttention, UnsupportedModel
 from opake.families import Family
-from opake.flags import CONCERNS, Flags
-from opake.plan import attention, calls, checkpointing, collators, experts, kernels, process
+from opake.flags import CONCERNS, Flags, resolve
+from opake.plan import (
+    attention,
+    calls,
+    checkpointing,
+    collators,
+    dropout,
+    experts,
+    generic,
+    kernels,
+    process,
+)
 from opake.plan.step import Concern, Context, Plan, ProcessConcern, Skip, Step
 from opake.symbols import Symbol
 
@@ -35,7 +45,7 @@ MODEL: dict[str, Concern] = {
     "vmap_grouped_mm": experts.GROUPED_MM,
     "kv_cache": calls.KV_CACHE,
     "activation": kernels.ACTIVATION,
-    "dropout": calls.DROPOUT,
+    "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""
 
@@ -77,13 +87,20 @@ def find_model(model: Any) -> Any:
 def plan_model(model: nn.Module, flags: Flags) -> Plan:
     """Plan a model scope. Raises what entering it would raise."""
     inner = find_model(model)
-    family = _family(model, inner, flags)
-    if family is not None:
-        _refuse_attention(inner, flags)
+    family, deduced = _family(model, inner, flags)
+    plan = _plan_as(family, model, inner, flags)
+    if family is not None and deduced:
+        count = len(Context(model, inner, family, flags).modules(family.base))
+        plan.rows.insert(0, Row("family", family.base, "deduced", count, "on", deduced))
+    return plan
+
+
+def _plan_as(family: Family | None, model: nn.Module, inner: Any, flags: Flags) -> Plan:
     symbols.verify(needed(family, flags))
     context = Context(model, inner, family or _NO_FAMILY, flags)
     if family is not None and flags.compat:
         _refuse_absent(context)
+        _refuse_attention(context)
     stranger = "no transformers model" if inner is None else "unknown model_type"
 
     def build(name: str) -> Step | Skip:
@@ -127,43 +144,57 @@ def _collect(flags: Flags, build: Callable[[str], Step | Skip]) -> Plan:
     return plan
 
 
-def _family(model: nn.Module, inner: Any, flags: Flags) -> Family | None:
+def _family(model: nn.Module, inner: Any, flags: Flags) -> tuple[Family | None, str]:
+    """Return the family and, where it is not a declared one, what it was deduced from."""
     if inner is None:
         if flags.compat:
             raise NotAModel(
                 f"no transformers model in {type(model).__qualname__}; pass compat=False if it "
                 "is vmap-safe as it is"
             )
-        return None
+        return None, ""
     model_type = inner.config.model_type
     family = families.find(model_type)
     if family is not None:
-        return family
+        return family, ""
+    reason = ""
+    if flags.compat:
+        # What a model of several modalities does around its text part is its own.
+        text = families.find(inner.config.get_text_config().model_type)
+        verdict = generic.judge(inner, _plan_all, text)
+        if verdict.family is not None:
+            return verdict.family, verdict.note
+        reason = f", and none could be deduced ({verdict.note})"
     message = (
-        f"model_type {model_type!r} belongs to no family; supported are "
+        f"model_type {model_type!r} belongs to no family{reason}; supported are "
         f"{', '.join(families.supported())}; add one by opake.register_family({model_type!r}, "
         "opake.Family(...))"
     )
     if flags.compat:
         raise UnsupportedModel(f"{message}, or pass compat=False")
     warnings.warn(f"no model concern is patched: {message}", stacklevel=caller_depth())
-    return None
+    return None, ""
+
+
+def _plan_all(model: Any, family: Family) -> Plan:
+    """Plan every concern that does not ask for a GPU, as :mod:`opake.plan.generic` tries it."""
+    return _plan_as(family, model, model, resolve(kernels=False))
 
 
 def _refuse_absent(context: Context) -> None:
     family = context.family
-    for names in ((family.base,), family.attention):
-        if not context.modules(*names):
+    for names in ((family.base,), (*family.attention, *family.own_sdpa)):
+        if names and not context.modules(*names):
             raise UnsupportedModel(
                 f"the family of model_type {context.inner.config.model_type!r} names "
-                f"{' and '.join(names) or 'no attention'} in {family.module}, and "
+                f"{' and '.join(names)} in {family.module}, and "
                 f"{type(context.inner).__name__} has no such module; register a Family with the "
                 "names that its modeling file has"
             )
 
 
-def _refuse_attention(inner: Any, flags: Flags) -> None:
-    used = inner.config._attn_implementation
+def _refuse_attention(context: Context) -> None:
+    used, flags = context.implementation, context.flags
     if (flags["sdpa"] or flags["eager_attention"]) and used not in ("sdpa", "eager"):
         raise UnsupportedAttention(
             f"attn_implementation={used!r} cannot run under functorch; load the model with "

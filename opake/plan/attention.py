@@ -3,22 +3,45 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from opake.engine import AttributePatch, ItemPatch, Patch, stacks
+from torch import nn
+
+from opake.engine import AttributePatch, ForwardPatch, ItemPatch, Patch, stacks
 from opake.engine.shared import SharedPatch
 from opake.engine.slots import attribute_slot
 from opake.families import Family
 from opake.plan.step import Concern, Context, Need, Skip, Step, compat, compat_needs
 
+_NONE = Skip("the model has no attention")
+
 
 def _sdpa(context: Context) -> Step | Skip:
-    if context.inner.config._attn_implementation != "sdpa":
+    family = context.family
+    if not _attends(family):
+        return _NONE
+    if context.implementation != "sdpa":
         return Skip("attention runs on eager")
-    attention, masks, view = compat("attention"), compat("masks"), compat("config_view")
+    modules, own = context.modules(*family.attention), context.modules(*family.own_sdpa)
+    attention = compat("attention")
+    patches: list[Patch] = [ForwardPatch(module, attention.own_sdpa) for module in own]
+    targets = [f"{name}.forward" for name in family.own_sdpa]
+    if modules:
+        patches += _dispatched(modules, attention)
+        targets += [f"{', '.join(family.attention)}.config"]
+    how = "registry" if modules else "forward"
+    return Step(patches, ", ".join(targets), how, len(modules) + len(own))
+
+
+def _attends(family: Family) -> bool:
+    return bool(family.attention or family.own_sdpa)
+
+
+def _dispatched(modules: Sequence[nn.Module], attention: Any) -> list[Patch]:
+    """Let the modules find our key in their config."""
+    masks, view = compat("masks"), compat("config_view")
     keys = _register(attention.SDPA, attention.sdpa, masks.sdpa_mask)
-    modules = context.modules(*context.family.attention)
     views: dict[int, Any] = {}
     patches: list[Patch] = []
     for module in modules:
@@ -27,8 +50,7 @@ def _sdpa(context: Context) -> Step | Skip:
             views[id(config)] = view.attention_view(config, attention.SDPA)
         patches.append(AttributePatch(module, "config", views[id(config)]))
     switches: list[Patch] = [_ViewSwitch(made, view.switch) for made in views.values()]
-    target = f"{', '.join(context.family.attention)}.config"
-    return Step([*keys, *switches, *patches], target, "registry", len(modules))
+    return [*keys, *switches, *patches]
 
 
 def _register(key: str, attention: Any, mask: Any) -> list[Patch]:
@@ -61,17 +83,22 @@ class _ViewSwitch(Patch):
 
 
 def _sdpa_needs(family: Family) -> list[Need]:
-    classes = [(family.module, name, ()) for name in family.attention]
-    return [*classes, *compat_needs("attention", "config_view", "masks")]
+    return [*_eager_needs(family), *compat_needs("attention", "config_view", "masks")]
 
 
 def _eager(context: Context) -> Step | Skip:
-    if context.inner.config._attn_implementation != "eager":
+    if not _attends(context.family):
+        return _NONE
+    if context.implementation != "eager":
         return Skip("attention runs on sdpa")
-    count = len(context.modules(*context.family.attention))
+    names = (*context.family.attention, *context.family.own_sdpa)
     note = "works under functorch as it is"
-    return Step([], "eager_attention_forward", "stock", count, note)
+    return Step([], "eager_attention_forward", "stock", len(context.modules(*names)), note)
+
+
+def _eager_needs(family: Family) -> list[Need]:
+    return [(family.module, name, ()) for name in (*family.attention, *family.own_sdpa)]
 
 
 SDPA = Concern(_sdpa, _sdpa_needs)
-EAGER = Concern(_eager, lambda family: [(family.module, name, ()) for name in family.attention])
+EAGER = Concern(_eager, _eager_needs)

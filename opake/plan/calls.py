@@ -3,34 +3,70 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from opake.engine import AttributePatch, ForwardPatch, Patch, RebindPatch
+from opake import symbols
+from opake.engine import ForwardPatch, Patch, RebindPatch
 from opake.engine.rebind import rebind
 from opake.engine.reclass import stock_class
 from opake.families import Family
 from opake.plan.modules import positional, refuse_foreign_forward, stock_method
 from opake.plan.step import Concern, Context, Need, Skip, Step, compat, compat_needs
 
+_LAYERDROP = "layerdrop"
 _WARNS = "warn_if_padding_and_no_attention_mask"
 
 
 def _masking(context: Context) -> Step | Skip:
     masks, family = compat("masks"), context.family
-    replacements = {name: masks.builder(family.module, name) for name in family.masks}
+    recurrent = compat("recurrent").with_writable_cache
+    replacements = _builders(family.module, family.masks)
     patches: list[Patch] = []
     modules = context.modules(family.base)
     for module in modules:
-        slot = _mask_slot(module, family)
-        if slot not in vars(module):
-            # Raises where the names are not read.
-            rebind(stock_method(module, family.masks_in), replacements)
-        patches.append(RebindPatch(module, replacements, slot=slot))
+        if replacements:
+            slot = _mask_slot(module, family)
+            if slot not in vars(module):
+                # Raises where the names are not read.
+                rebind(stock_method(module, family.masks_in), replacements)
+            patches.append(RebindPatch(module, replacements, slot=slot))
         patches.append(ForwardPatch(module, masks.padding_warning, slot=_WARNS))
+        if masks.RECURRENT in family.masks:
+            patches.append(ForwardPatch(module, recurrent(positional(module))))
+    outer = _wrapping(context)
+    patches += outer
+    if not family.masks:
+        return Step(patches, f"{family.base}.{_WARNS}", "forward", len(patches))
     target = f"{family.base}.{family.masks_in}: {', '.join(family.masks)}"
-    return Step(patches, target, "rebind", len(modules))
+    return Step(patches, target, "rebind", len(modules) + len(outer))
+
+
+def _builders(modeling: str, names: Iterable[str]) -> dict[str, Any]:
+    masks = compat("masks")
+    made = {name: masks.builder(modeling, name) for name in names}
+    if masks.RECURRENT in made:
+        made["DynamicCache"] = compat("recurrent").dynamic_cache
+    return made
+
+
+def _wrapping(context: Context) -> list[Patch]:
+    """Rebind the models around the base that build its masks for it."""
+    family, patches = context.family, []
+    masking = importlib.import_module("transformers.masking_utils")
+    builders = _builders(family.module, (*family.masks, compat("masks").PREPARE))
+    for name, functions in family.wrapped_by.items():
+        replacements: dict[str, Any] = {}
+        for function in functions:
+            own = symbols.resolve(family.module, function)
+            if hasattr(masking, function):
+                replacements |= _builders(family.module, [function])
+            else:
+                replacements[function] = rebind(own, builders)
+        patches += [RebindPatch(module, replacements) for module in context.modules(name)]
+    return [*patches]
 
 
 def _mask_slot(module: nn.Module, family: Family) -> str:
@@ -46,10 +82,16 @@ def _masking_needs(family: Family) -> list[Need]:
     for name in family.masks:
         needs.append((family.module, name, ()))
         needs.append(("transformers.masking_utils", name, ("inputs_embeds", "attention_mask")))
+        if name == compat("masks").RECURRENT:
+            needs += compat_needs("recurrent")
+    for outer, functions in family.wrapped_by.items():
+        needs += [(family.module, name, ()) for name in (outer, *functions)]
     return needs
 
 
 def _kv_cache(context: Context) -> Step | Skip:
+    if not context.family.cache:
+        return Skip("the model has no cache")
     wrapper = compat("kv_cache").without_cache
     modules = context.modules(context.family.base)
     patches: list[Patch] = [ForwardPatch(m, wrapper(positional(m))) for m in modules]
@@ -65,6 +107,10 @@ def _batchify(context: Context) -> Step | Skip:
     for module in modules:
         extra = batchify.choices(stock_class(module))
         patches.append(ForwardPatch(module, batchify.batchify(positional(module), extra)))
+    dropping = [
+        module for module in context.modules(context.family.base) if _LAYERDROP in vars(module)
+    ]
+    patches += [ForwardPatch(module, compat("layerdrop").shared_draws) for module in dropping]
     names = dict.fromkeys(stock_class(module).__name__ for module in modules)
     return Step(patches, f"{', '.join(names)}.forward", "forward", len(patches))
 
@@ -82,31 +128,19 @@ def _called(context: Context) -> list[nn.Module]:
 
 
 def _base_needs(family: Family) -> list[Need]:
-    forward = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache")
+    caches = ("use_cache", "|".join(compat("_versions").CACHE_NAMES)) if family.cache else ()
+    forward = ("input_ids", "attention_mask", "inputs_embeds", *caches)
     return [
         (family.module, family.base, ()),
-        (family.module, f"{family.base}.forward", (*forward, "cache|past_key_values")),
+        (family.module, f"{family.base}.forward", forward),
         *compat_needs("autocast", "transforms"),
     ]
 
 
-def _dropout(context: Context) -> Step | Skip:
-    patches: list[Patch] = []
-    for module in context.model.modules():
-        is_dropout = isinstance(module, nn.modules.dropout._DropoutNd)
-        for name, value in vars(module).items():
-            if _is_probability(name, value, is_dropout=is_dropout):
-                patches.append(AttributePatch(module, name, 0.0))
-    if not patches:
-        return Skip("the model has no dropout")
-    return Step(patches, "dropout probabilities", "attribute", len(patches))
-
-
-def _is_probability(name: str, value: Any, *, is_dropout: bool) -> bool:
-    return isinstance(value, float) and (name == "p" if is_dropout else "dropout" in name)
+def _batchify_needs(family: Family) -> list[Need]:
+    return [*_base_needs(family), *compat_needs("layerdrop")]
 
 
 MASKING = Concern(_masking, _masking_needs)
 KV_CACHE = Concern(_kv_cache, _base_needs)
-BATCHIFY = Concern(_batchify, _base_needs)
-DROPOUT = Concern(_dropout, any_model=True)
+BATCHIFY = Concern(_batchify, _batchify_needs)

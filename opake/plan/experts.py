@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,7 @@ def _moe(context: Context) -> Step | Skip:
         refuse_foreign_forward(module)
     patches: list[SlotPatch] = [_ExpertsPatch(module, experts) for module in stacked]
     patches += [ForwardPatch(m, experts.activate_lora, slot=_LORA) for m in adapted]
+    patches += _scattering(modules)
     if not patches:
         names = dict.fromkeys(stock_class(module).__name__ for module in modules)
         left = [name for name in names if name.endswith("Experts")]
@@ -45,6 +47,15 @@ def _moe(context: Context) -> Step | Skip:
     used = dict.fromkeys(str(module.config._experts_implementation) for module in stacked)
     note = f"experts_implementation={', '.join(used)}" if used else "LoRA on bare parameters"
     return Step([*patches], ", ".join(names), "forward", len(patches), note)
+
+
+def _scattering(modules: Iterable[nn.Module]) -> list[SlotPatch]:
+    """Wrap routers that choose groups of experts, and other modules that scatter in place."""
+    scatter = compat("scatter")
+    found = [module for module in modules if scatter.scatters(stock_class(module))]
+    for module in found:
+        refuse_foreign_forward(module)
+    return [ForwardPatch(module, scatter.out_of_place) for module in found]
 
 
 class _ExpertsPatch(ForwardPatch):

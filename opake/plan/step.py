@@ -64,6 +64,12 @@ class Context:
         """Every module of the transformers model; of ``model`` where there is none inside."""
         return list((self.model if self.inner is None else self.inner).modules())
 
+    @functools.cached_property
+    def implementation(self) -> str:
+        """The attention implementation of the family's base model, as the config says it."""
+        base: Any = self.modules(self.family.base)[0]
+        return str(base.config._attn_implementation)
+
     def modules(self, *class_names: str) -> list[nn.Module]:
         """Return the modules of the family's classes of these names, subclasses included."""
         classes = tuple(symbols.resolve(self.family.module, name) for name in class_names)

@@ -1,0 +1,39 @@
+"""Scatter in place, as routers and indexers do, without going example by example."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from opake.compat.transforms import transforms_active
+
+_IN_PLACE = "scatter_"
+
+
+class _OutOfPlace(TorchFunctionMode):
+    """Computes ``scatter_`` out of place, for which functorch has a batching rule."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.scatter_:
+            return args[0].copy_(Tensor.scatter(*args, **(kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+def out_of_place(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run a module that scatters in place, mapped where a functorch transform maps."""
+    if not transforms_active() or torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)
+    with _OutOfPlace():
+        return wrapped(*args, **kwargs)
+
+
+@functools.cache
+def scatters(cls: type) -> bool:
+    """Tell whether a method of the class itself scatters in place."""
+    functions = [f for f in vars(cls).values() if isinstance(f, types.FunctionType)]
+    return any(_IN_PLACE in getattr(f, "__wrapped__", f).__code__.co_names for f in functions)
