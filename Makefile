@@ -23,7 +23,7 @@ PIN  := -c constraints/cpu.txt
 endif
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check $(PIN)
 
-.PHONY: demo test test-oldest matrix check-matrix property-tests lint bench clean
+.PHONY: demo test test-oldest thorough matrix check-matrix property-tests lint bench clean
 
 $(VENV)/.created:
 	$(PYTHON) -m venv $(SITE) $(VENV)
@@ -63,9 +63,12 @@ OLDEST := tests property_tests $(NOT_OLDEST:%=--ignore tests/test_%.py) \
 test-oldest: $(VENV)/.oldest
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) --matrix $(VENV)/oldest.json $(OLDEST) $(ARGS)
 
-# The support matrix of the documentation, from the two runs above.
+# Every test of every family, on both; about 40 minutes on two cores. Makes the support matrix.
 MATRIX = $(RUN) docs/support_matrix.py $(VENV)/oldest.json $(VENV)/newest.json
-matrix: test test-oldest
+thorough:
+	$(MAKE) test ARGS='--thorough $(ARGS)'
+	$(MAKE) test-oldest ARGS='--thorough $(ARGS)'
+matrix: thorough
 	$(MATRIX)
 check-matrix:
 	$(MATRIX) --check

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-pytest_plugins = ["matrix"]
+pytest_plugins = ["sampling", "matrix"]
 
 with warnings.catch_warnings():  # torch 2.11 uses what it deprecates while dynamo is set up
     warnings.simplefilter("ignore", DeprecationWarning)

@@ -1,7 +1,8 @@
 """Pytest plugin: which cases passed for which family, as ``--matrix FILE`` of JSON.
 
 A test marked ``@pytest.mark.case("name")`` and parametrised by ``model_type`` counts for that
-family; a skip counts with its reason. The support matrix in the documentation is made of it.
+family; a skip counts with its reason. The support matrix in the documentation is made of a
+``--thorough`` run; any other is compared with it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sampling import family_of
 
 _KEY = "case of the support matrix"
 
@@ -24,13 +26,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case(name): a case of the support matrix")
     path = config.getoption("--matrix")
     if path and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Matrix(Path(path)))
+        config.pluginmanager.register(_Matrix(Path(path), config.getoption("--thorough")))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     marker = item.get_closest_marker("case")
-    family = getattr(item, "callspec", None) and item.callspec.params.get("model_type")
+    family = family_of(item)
     if marker and family:
         item.user_properties.append((_KEY, [family, marker.args[0]]))
 
@@ -38,9 +40,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 class _Matrix:
     """Collects the reports, those of xdist's workers too."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, thorough: bool) -> None:
         self._path = path
-        self._partial = False
+        self._thorough = thorough
         self._cells: dict[str, dict[str, dict[str, Any]]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -56,18 +58,14 @@ class _Matrix:
             else:
                 cell[report.outcome] += 1
 
-    def pytest_deselected(self, items: list[pytest.Item]) -> None:
-        self._partial = True  # a part of the tests makes no matrix
-
     def pytest_sessionfinish(self) -> None:
-        if self._partial:
-            return
         import torch
         import transformers
 
         found = {
             "transformers": transformers.__version__,
             "torch": torch.__version__.split("+")[0],
+            "thorough": self._thorough,
             "families": {f: dict(sorted(c.items())) for f, c in sorted(self._cells.items())},
         }
         self._path.write_text(json.dumps(found, indent=1) + "\n")
