@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import traits
 import transformers.modeling_layers
 import transformers.modeling_utils
 import zoo
@@ -67,8 +68,7 @@ def test_gradients_are_the_loops(
     form: tuple[bool, bool, bool],
 ) -> None:
     batched, inside, keep = form
-    count = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
-    model = zoo.tiny(model_type, None, torch.float64, **{count: depth})
+    model = zoo.tiny(model_type, None, torch.float64, **traits.depth(model_type, depth))
     parameters = list(model.parameters())
     for i, parameter in enumerate(parameters):  # any subset of them, but not none
         parameter.requires_grad_(bool(trained >> (i % 30) & 1))

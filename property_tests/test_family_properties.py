@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import traits
 import zoo
 from heads import HEADS
 from hypothesis import event, given
 from hypothesis import strategies as st
 from oracle import (
-    GRADIENT_BAR,
     Result,
     Snapshot,
-    assert_exact,
-    errors,
     model_loss,
+    precise,
     same_bits,
     stock_loop,
     trainable,
 )
 from torch import Tensor
 from torch.func import functional_call, grad_and_value, vmap
+from zoo import assert_alike
 
 import opake
 
@@ -77,17 +79,9 @@ class Case(NamedTuple):
 
         in_dims = (None, self.in_dims)
         rows = vmap(grad_and_value(loss), in_dims=in_dims, chunk_size=self.chunk_size)
-        grads, losses = rows(trainable(model), turned)
+        with precise(model):
+            grads, losses = rows(trainable(model), turned)
         return Result(losses.detach(), {name: grad.detach() for name, grad in grads.items()})
-
-    def noise(self, model: Any, expected: Result, found: Result) -> float:
-        """How far stock is from the truth, where that decides."""
-        floor, bar = FLOOR[self.dtype], GRADIENT_BAR[self.dtype]
-        if self.dtype == torch.float64 or errors(found, expected, floor=floor)[1] <= bar:
-            return 0.0
-        wide = {n: x.double() if x.is_floating_point() else x for n, x in self.batch.items()}
-        truth = stock_loop(self._replace(dtype=torch.float64).model(), wide, self.loss_of)
-        return errors(expected, truth, floor=floor)[1]
 
 
 def uneven(like: Tensor) -> Tensor:
@@ -96,24 +90,36 @@ def uneven(like: Tensor) -> Tensor:
 
 @st.composite
 def fields_of(draw: st.DrawFn, model_type: str, head: str) -> dict[str, Any]:
-    layers = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
-    fields: dict[str, Any] = {layers: draw(st.integers(1, 2))}
+    fields: dict[str, Any] = {}
+    config = traits.base_config(model_type)
     if head == LM:
         fields["tie_word_embeddings"] = draw(st.booleans())
-    if model_type not in ("gpt2", "bert"):
+    if not any(isinstance(x, list) for x in config.values()):  # none has an entry for every layer
+        fields["num_hidden_layers"] = draw(st.integers(1, 2))
+    if "num_key_value_heads" in config and "q_lora_rank" not in config:
         fields["num_key_value_heads"] = draw(st.sampled_from([1, 2, 4]))
-    window = draw(st.none() | st.integers(1, 5))
-    if model_type in ("mistral", "mixtral"):
-        fields["sliding_window"] = window
-    elif model_type == "qwen2" and window:
-        fields |= {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0}
-    elif model_type == "gemma2":
-        fields["sliding_window"] = window or 64
-        fields["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0]))
-        fields["final_logit_softcapping"] = draw(st.sampled_from([None, 3.0]))
-    elif model_type == "gpt2":
-        fields["scale_attn_by_inverse_layer_idx"] = draw(st.booleans())
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if cap in config:
+            fields[cap] = draw(st.sampled_from([None, 2.0]))
+    reach = traits.reach(model_type, draw(st.sampled_from([1, 2, 3, 4, 5, 64])))
+    # Stock's loss of a router knows no mask of four dimensions, and fails in granitemoe on 5.17.
+    switches = [name for name in traits.switches(model_type) if name != "output_router_logits"]
+    if switches and draw(st.booleans()):
+        name = draw(st.sampled_from(switches))
+        fields[name] = not config[name]
+    elif reach and draw(st.booleans()):
+        fields |= reach
     return fields
+
+
+@functools.cache
+def width(model_type: str) -> int:
+    return zoo.width(zoo.tiny(model_type, None))
+
+
+@functools.cache
+def parameters(model_type: str) -> frozenset[str]:
+    return frozenset(inspect.signature(zoo.tiny(model_type, None).forward).parameters)
 
 
 def _rows(size: int, values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
@@ -153,30 +159,34 @@ def batches(draw: st.DrawFn, model_type: str, head: str, dtype: torch.dtype) -> 
     ids = torch.randint(zoo.VOCAB, (size, length), generator=generator)
     batch = {"input_ids": ids}
     if draw(st.booleans()):
-        x = torch.randn(size, length, 16, generator=generator)
+        x = torch.randn(size, length, width(model_type), generator=generator)
         batch = {"inputs_embeds": x.to(dtype)}
     mask = draw(padding(size, length, dtype))
     if mask is not None:
         batch["attention_mask"] = mask
-    if draw(st.booleans()):
+    # One family counts positions off the mask, which then has to have two dimensions.
+    if draw(st.booleans()) or (mask is not None and mask.ndim == 4):
         offsets = torch.tensor(draw(_rows(size, st.integers(0, 50)))).unsqueeze(1)
         batch["position_ids"] = offsets + torch.arange(length)
         if mask is not None and mask.ndim == 2 and draw(st.booleans()):
             batch["position_ids"] = zoo.left_positions(mask)
-    if model_type in ("gpt2", "bert") and draw(st.booleans()):
+    if "token_type_ids" in parameters(model_type) and draw(st.booleans()):
         batch["token_type_ids"] = ids % 2
     if head != LM:
         labels = HEADS[head].labels(torch.ones(size, length, dtype=torch.long))
         return batch | {n: x.to(dtype) if x.is_floating_point() else x for n, x in labels.items()}
     batch["labels"] = ids.masked_fill(~draw(_bits(size, length)), -100)
-    if model_type != "bert" and draw(st.booleans()):
+    if not traits.is_encoder(model_type) and draw(st.booleans()):
         batch["shift_labels"] = batch["labels"]
     return batch
 
 
 def concerns(case: Case) -> list[str]:
     """The concerns that stock can do without for this call."""
-    names = ["kv_cache", "first_order", "sdpa", "eager_attention"]
+    names = ["first_order", "sdpa", "eager_attention"]
+    recurs = traits.recurs(case.model_type)
+    if not recurs:
+        names.append("kv_cache")  # with states, stock cannot build one
     if case.batched:
         names.append("batchify")
     mask, positions = case.batch.get("attention_mask"), case.batch.get("position_ids")
@@ -185,7 +195,8 @@ def concerns(case: Case) -> list[str]:
         reads = positions is not None or case.model_type == "gpt2"
     else:
         # Elsewhere it looks for what the mask hides.
-        reads = mask.ndim == 2 and (case.attn == "sdpa" or case.model_type == "bert")
+        skips = case.attn == "sdpa" or traits.is_encoder(case.model_type) or recurs
+        reads = mask.ndim == 2 and skips
     return names if reads else [*names, "vmap_masking"]
 
 
@@ -197,11 +208,14 @@ def cases(draw: st.DrawFn) -> Case:
     head = draw(st.just(LM) | st.sampled_from(heads))
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     batch = draw(batches(model_type, head, dtype))
+    fields = draw(fields_of(model_type, head))
+    if "inputs_embeds" in batch:
+        fields |= traits.without_hashing(model_type)
     case = Case(
         model_type=model_type,
         attn=attn,
         head=head,
-        fields=draw(fields_of(model_type, head)),
+        fields=fields,
         dtype=dtype,
         batch=batch,
         in_dims={name: draw(st.integers(-x.ndim, x.ndim - 1)) for name, x in batch.items()},
@@ -264,8 +278,8 @@ def test_gradients_are_the_loops_and_the_model_is_restored(case: Case) -> None:
         torch.set_grad_enabled(case.grad_mode),
     ):
         found = case.run(model)
-    noise = case.noise(model, expected, found)
-    assert_exact(found, expected, floor=FLOOR[case.dtype], noise=noise)
+    floor = FLOOR[case.dtype]
+    assert_alike([found], expected, model, case.batch, case.loss_of, floor=floor)
 
 
 @given(case=cases(), data=st.data())

@@ -85,11 +85,11 @@ def _sequences() -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": ids % 2}
 
 
-def _encoded(dtype: torch.dtype) -> dict[str, Tensor]:
+def _encoded(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a decoder with cross-attention is given: another length, and padding of its own."""
     size = len(zoo.EVERY)
     return zoo.batch(zoo.EVERY) | {
-        "encoder_hidden_states": zoo.embeddings(size, 16, dtype)[:, :4].contiguous(),
+        "encoder_hidden_states": zoo.embeddings(size, width, dtype)[:, :4].contiguous(),
         "encoder_attention_mask": zoo.EVERY.flip(0)[:, :4],
     }
 
@@ -109,7 +109,7 @@ def _decoder(model_type: str, attn: str, dtype: torch.dtype) -> Special:
 def _cross_attention(model_type: str, attn: str, dtype: torch.dtype) -> Special:
     fields = {"is_decoder": True, "add_cross_attention": True}
     model = zoo.tiny(model_type, attn, dtype, head="causal", **fields)
-    return model, _encoded(dtype), model_loss
+    return model, _encoded(zoo.width(model), dtype), model_loss
 
 
 def _next_sentence(model_type: str, attn: str, dtype: torch.dtype) -> Special:
@@ -144,6 +144,8 @@ _SPECIAL: dict[tuple[str, str], Callable[[str, str, torch.dtype], Special]] = {
     ("bert", "token types"): _token_types,
     ("bert", "decoder"): _decoder,
     ("bert", "cross-attention"): _cross_attention,
+    ("roberta", "decoder"): _decoder,
+    ("roberta", "cross-attention"): _cross_attention,
     ("bert", "next sentence"): _next_sentence,
     ("bert", "pre-training"): _pre_training,
     ("bert", "multiple choice"): _multiple_choice,

@@ -573,12 +573,11 @@ def test_a_plain_module_needs_compat_false():
 
 def test_an_unknown_model_type_lists_the_supported_ones_and_how_to_add_one():
     transformers = pytest.importorskip("transformers")
-    net = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=16)
-    )
-    net.config.model_type = "nobody_knows"
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 16}
+    net = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     with pytest.raises(errors.UnsupportedModel) as caught:
         opake.patched(net)
+    assert "encoder-decoder" in str(caught.value)
     assert "llama" in str(caught.value)
     assert "register_family" in str(caught.value)
     with pytest.warns(UserWarning, match="no model concern is patched") as caught:
@@ -592,9 +591,10 @@ def test_a_family_can_be_registered_from_outside(monkeypatch):
     monkeypatch.setattr(families, "_REGISTERED", {})
     net = LlamaForCausalLM(config())
     net.config.model_type = "my_llama"
-    with pytest.raises(errors.UnsupportedModel):
-        opake.patched(net)
+    assert "family" in {row.concern for row in opake.check(net)}  # deduced
     opake.register_family("my_llama", families.find("llama"))
+    assert "family" not in {row.concern for row in opake.check(net)}
+    assert opake.check(net)[0].how != "deduced"
     with opake.patched(net):
         per_example(net, input_ids=IDS)
     with pytest.raises(errors.InvalidArgument, match="Family"):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import traits
 import zoo
 from heads import HEADS, head_batch, special, specials
 from oracle import assert_exact, errors, model_loss, per_example, stock_loop, trainable
@@ -48,7 +49,8 @@ def test_the_problem_type_is_found_and_kept_as_in_stock(
     expected = stock_loop(stock, batch)
     assert model.config.problem_type is None
     with opake.patched(model), torch.no_grad():
-        assert_exact(per_example(model, batch, batched=False), expected)
+        found = per_example(model, batch, batched=False)
+    zoo.assert_alike([found], expected, stock, batch)
     assert model.config.problem_type == stock.config.problem_type == PROBLEMS[name]
 
 
@@ -61,7 +63,9 @@ def test_what_one_family_has_alone_has_the_loops_gradients(
     model_type: str, name: str, attn: str, dtype: torch.dtype
 ) -> None:
     model, batch, loss_of = special(model_type, name, attn, dtype)
-    assert_loops(model, batch, loss_of)
+    # What moves all choices alike has no gradient but an ulp of the largest.
+    floor = 0.1 if name == "double heads" and dtype == torch.float32 else 1e-3
+    assert_loops(model, batch, loss_of, floor=floor)
     if "encoder_attention_mask" in batch:
         del batch["encoder_attention_mask"]
         assert_loops(model, batch, loss_of)
@@ -70,6 +74,8 @@ def test_what_one_family_has_alone_has_the_loops_gradients(
 # --- configs
 
 ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 4}
+_YARN = {**ROPE, "rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GROUPS = {"new_decoder_architecture": True, "num_kv_heads": 2}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama, one head for each query": ("llama", {"num_key_value_heads": 4}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1}),
@@ -99,22 +105,76 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, a head_dim of its own": ("mistral", {"head_dim": 6}),
     "qwen2, one key head": ("qwen2", {"num_key_value_heads": 1}),
     "gemma2, biases": ("gemma2", {"attention_bias": True, "head_dim": 6}),
-    "gpt2, unscaled": ("gpt2", {"scale_attn_weights": False}),
-    "gpt2, scaled by layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
-    "gpt2, reordered": ("gpt2", {"reorder_and_upcast_attn": True}),
     "gpt2, another activation": ("gpt2", {"activation_function": "relu", "n_inner": None}),
     "mixtral, one expert": ("mixtral", {"num_experts_per_tok": 1}),
     "mixtral, all experts": ("mixtral", {"num_experts_per_tok": 4}),
-    "mixtral, router losses": ("mixtral", {"output_router_logits": True}),
+    "deepseek_v3, queries in one step": ("deepseek_v3", {"q_lora_rank": None}),
+    "deepseek_v3, one group": ("deepseek_v3", {"n_group": 1}),
+    "deepseek_v3, yarn rope": ("deepseek_v3", {"rope_parameters": _YARN}),
+    "falcon, a key head of its own": ("falcon", {"multi_query": False, "bias": True}),
+    "falcon, ALiBi": ("falcon", {"alibi": True, "multi_query": False, "parallel_attn": False}),
+    "falcon, groups of heads": ("falcon", _GROUPS),
+    "falcon, one norm": ("falcon", {**_GROUPS, "num_ln_in_parallel_attn": 1}),
+    "falcon, groups and ALiBi": ("falcon", {**_GROUPS, "alibi": True}),
+    "opt, narrow embeddings": ("opt", {"word_embed_proj_dim": 16}),
+    "opt, narrow embeddings and norms behind": (
+        "opt",
+        {"word_embed_proj_dim": 16, "do_layer_norm_before": False},
+    ),
+    "olmoe, clipped": ("olmoe", {"clip_qkv": 1.0}),
+    "phi, a head for each query": ("phi", {"num_key_value_heads": 4, "qk_layernorm": True}),
+    "stablelm, normed and in parallel": (
+        "stablelm",
+        {"qk_layernorm": True, "use_parallel_residual": True, "use_qkv_bias": True},
+    ),
+    "smollm3, no rope": ("smollm3", {"no_rope_layers": [0, 1, 0, 1]}),
+    "hunyuan_v1_dense, dynamic rope": (
+        "hunyuan_v1_dense",
+        {
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "factor": 1.0,
+                "alpha": 2.0,
+                "rope_theta": 1e4,
+            }
+        },
+    ),
+    "mamba2, one group": ("mamba2", {"n_groups": 1, "use_bias": True}),
+    "mamba2, one chunk": ("mamba2", {"chunk_size": 16, "residual_in_fp32": False}),
+    "llama4_text, colder": ("llama4_text", {"floor_scale": 1, "attn_scale": 1.0}),
     "bert, another activation": ("bert", {"hidden_act": "relu"}),
 }
 
 
 @grid(CONFIGS)
 def test_every_config_has_the_loops_gradients(name: str, attn: str, dtype: torch.dtype) -> None:
-    if name == "gpt2, reordered" and (attn, dtype) != ("eager", torch.float32):
-        pytest.skip("stock reorders attention on eager alone, and in fp32")
     model_type, fields = CONFIGS[name]
+    model = zoo.tiny(model_type, attn, dtype, **fields)
+    assert_loops(model, zoo.batch(zoo.EVERY), forms=(False,))
+
+
+@zoo.of_each(lambda model_type: traits.switches(model_type))
+def test_every_switch_has_the_loops_gradients(
+    model_type: str, name: str, attn: str, dtype: torch.dtype
+) -> None:
+    if name.startswith("reorder") and (attn, dtype) != ("eager", torch.float32):
+        attn, dtype = "eager", torch.float32  # elsewhere stock does not look at it
+    fields = {name: not traits.base_config(model_type)[name]}
+    model, batch = zoo.tiny(model_type, attn, dtype, **fields), zoo.batch(zoo.EVERY)
+    try:
+        model(**batch)
+    except AttributeError as error:  # transformers 5.17 collects no logits of granitemoe's router
+        pytest.skip(f"stock {model_type} cannot run with {fields}: {error}")
+    assert_loops(model, batch, forms=(False,))
+
+
+@turns([0.25, 1.0])
+def test_partial_rotary_embedding_has_the_loops_gradients(
+    model_type: str, name: float, attn: str, dtype: torch.dtype
+) -> None:
+    fields = traits.rotates(model_type, name)
+    if fields is None:
+        pytest.skip(f"stock {model_type} rotates whole heads, or none")
     model = zoo.tiny(model_type, attn, dtype, **fields)
     assert_loops(model, zoo.batch(zoo.EVERY), forms=(False,))
 
@@ -149,35 +209,23 @@ def test_soft_capping_has_the_loops_gradients(
     none = dict.fromkeys(caps)
     if attn == "eager" and name != "neither":  # stock's SDPA leaves the cap of attention out
         free = stock_loop(zoo.tiny(model_type, attn, dtype, **none), batch)
-        assert errors(stock_loop(model, batch), free)[1] > 1e-2  # it bends something
+        bent = errors(stock_loop(model, batch), free)[1]
+        if bent == 0 and name == "attention":
+            pytest.skip(f"stock {model_type} does not look at the cap of attention")
+        assert bent > 1e-2
 
 
 # --- adapters
 
-QKV = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MLP = ["gate_proj", "up_proj", "down_proj"]
-TARGETS = {
-    "llama": QKV + MLP,
-    "qwen2": QKV + MLP,
-    "mistral": QKV + MLP,
-    "gemma2": QKV + MLP,
-    "gpt2": ["c_attn", "c_proj", "c_fc"],
-    "mixtral": QKV,
-    "bert": ["query", "value", "dense"],
-}
-NORM = {"gpt2": "ln_f", "bert": "LayerNorm"}
-LM_HEAD = {"bert": "decoder"}
-CLASSES = {"bert": "classifier"}
-
 
 def with_lora(model: Any, **options: Any) -> Any:
-    model_type = model.config.model_type
+    if not {"target_modules", "target_parameters"} & options.keys():
+        options["target_modules"] = traits.projections(model)
     lora = LoraConfig(
         **{
             "r": 2,
             "lora_alpha": 3,
-            "target_modules": TARGETS[model_type],
-            "fan_in_fan_out": model_type == "gpt2",  # its Conv1D keeps weights the other way round
+            "fan_in_fan_out": traits.is_transposed(model),
             "init_lora_weights": False,  # else B is zero, and with it the gradient of A
             **options,
         }
@@ -207,29 +255,51 @@ def test_a_scope_of_the_model_inside_is_one_of_the_peft_model(model_type: str) -
 
 def adapted(model_type: str, name: str, attn: str, dtype: torch.dtype) -> tuple[Any, str]:
     """A model with adapters, and what the name of one of its parameters holds."""
-    lm_head = LM_HEAD.get(model_type, "lm_head")
     fields: dict[str, Any] = {"tie_word_embeddings": False}
-    if name == "an adapted head":
-        model = zoo.tiny(model_type, attn, dtype, **fields)
-        options = {"target_modules": [lm_head], "fan_in_fan_out": False}
-        return with_lora(model, **options), f"{lm_head}.lora_A"
+    if name == "saved classes":
+        fields |= {"head": "sequence", "num_labels": 3}
+    model = zoo.tiny(model_type, attn, dtype, **fields)
+    if name.startswith("adapted"):
+        return _adapted(model, name.removeprefix("adapted "))
     if name == "two adapters":
-        model = with_lora(zoo.tiny(model_type, attn, dtype))
+        model = with_lora(model)
         other = {**model.peft_config["default"].to_dict(), "r": 3, "lora_alpha": 5}
         model.add_adapter("other", LoraConfig(**other), autocast_adapter_dtype=False)
         model.base_model.set_adapter(["default", "other"])
         return model, "lora_A.other"
-    if name == "saved classes":
-        fields |= {"head": "sequence", "num_labels": 3}
-        saved = CLASSES.get(model_type, "score")
-    else:
-        saved = NORM.get(model_type, "norm") if "norm" in name else lm_head
-    model = zoo.tiny(model_type, attn, dtype, **fields)
+    saved = {
+        "saved classes": traits.classes_name,
+        "a saved head": traits.head_name,
+        "a saved norm": traits.last_norm,
+    }[name](model)
     return with_lora(model, modules_to_save=[saved]), f"{saved}.modules_to_save"
 
 
+def _adapted(model: Any, part: str) -> tuple[Any, str]:
+    """The model with adapters on nothing but one part."""
+    if part == "experts":
+        options = {"target_parameters": traits.expert_parameters(model)}
+        return with_lora(model, **options), "experts.lora_A"
+    name, kind = {
+        "head": (traits.head_name, "lora_A"),
+        "embedding": (traits.embedding_name, "lora_embedding_A"),
+    }[part]
+    options = {"target_modules": [name(model)], "fan_in_fan_out": False}
+    return with_lora(model, **options), f"{name(model)}.{kind}"
+
+
+ADAPTED = ["adapted head", "adapted embedding"]
+SAVED = ["a saved head", "a saved norm", "saved classes", "two adapters"]
+
+
 @pytest.mark.case("LoRA")
-@turns(["an adapted head", "a saved head", "a saved norm", "saved classes", "two adapters"])
+@zoo.of_each(
+    lambda model_type: [
+        *ADAPTED,
+        *SAVED,
+        *(["adapted experts"] if traits.has_experts(model_type) else []),
+    ]
+)
 def test_adapters_of_other_kinds_have_the_loops_gradients(
     model_type: str, name: str, attn: str, dtype: torch.dtype
 ) -> None:

@@ -16,8 +16,9 @@ from unittest import mock
 
 import pytest
 import torch
+import traits
 import zoo
-from oracle import Result, Snapshot, assert_exact, per_example, same_bits, stock_loop
+from oracle import MOE_BAR, Result, Snapshot, assert_exact, per_example, same_bits, stock_loop
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
@@ -56,8 +57,10 @@ def loop(model: Any, batch: dict[str, Tensor] = BATCH) -> Result:
 
 
 def assert_patched(model: Any, expected: Result) -> None:
+    coarse = model.dtype == torch.float32 and zoo.is_coarse(model.config.model_type)
     with torch.no_grad():
-        assert_exact(per_example(model, BATCH, batched=False), expected)
+        found = per_example(model, BATCH, batched=False)
+    assert_exact(found, expected, noise=MOE_BAR / 3 if coarse else 0.0)
 
 
 def assert_stock(*modules: Any) -> None:
@@ -82,7 +85,10 @@ def own_changes(before: Snapshot, model: nn.Module) -> list[str]:
 @pytest.fixture(autouse=True)
 def _nothing_is_live() -> Iterator[None]:
     yield
-    assert opake.active() == []
+    live = opake.active()
+    for scope in live:
+        scope.unpatch()
+    assert live == []
 
 
 # ---- two models of one config
@@ -166,14 +172,15 @@ def test_an_implementation_set_inside_wins_and_lasts(model_type: str) -> None:
         stock = zoo.tiny(model_type, attn, torch.float64).eval()
         sharing = type(stock)(stock.config)
         stock.set_attn_implementation(chosen)
+        lasting = stock.config._attn_implementation  # falcon's cannot be set
         expected = stock_loop(stock, BATCH)
         model = zoo.tiny(model_type, attn, torch.float64).eval()
         other = type(model)(model.config)
         with opake.patched(model):
             model.set_attn_implementation(chosen)
             assert same_bits(logits(model), logits(stock))
-            assert attention(model).config._attn_implementation == chosen
-        assert model.config._attn_implementation == chosen
+            assert attention(model).config._attn_implementation == lasting
+        assert model.config._attn_implementation == lasting
         assert other.config._attn_implementation == sharing.config._attn_implementation
         assert_stock(model, other)
         assert same_bits(stock_loop(model, BATCH), expected)
@@ -182,9 +189,10 @@ def test_an_implementation_set_inside_wins_and_lasts(model_type: str) -> None:
 
 
 def attention(model: Any) -> Any:
-    """The first module that chooses how to attend."""
-    modeling = vars(sys.modules[type(model).__module__])
-    classes = tuple(modeling[name] for name in find(model.config.model_type).attention)
+    """The first module that attends; of a model that does not, its base."""
+    family, modeling = find(model.config.model_type), vars(sys.modules[type(model).__module__])
+    names = (*family.attention, *family.own_sdpa) or (family.base,)
+    classes = tuple(modeling[name] for name in names)
     return next(module for module in model.modules() if isinstance(module, classes))
 
 
@@ -194,7 +202,7 @@ def test_models_of_one_class_leave_in_any_order(model_type: str) -> None:
     models = [make(model_type), make(model_type)]
     with torch.no_grad():
         for p in models[1].parameters():
-            p.mul_(1.25)
+            p.mul_(0.8)
     expected, before = [stock_loop(model, BATCH) for model in models], Snapshot(*models)
     for entering, leaving in itertools.product([(0, 1), (1, 0)], repeat=2):
         scopes = {index: opake.patched(models[index]) for index in entering}
@@ -322,6 +330,7 @@ def test_a_checkpoint_written_and_read_inside(model_type: str, tmp_path: Path) -
     model.save_pretrained(tmp_path / "stock")
 
     def load(name: str) -> Any:
+        # fp32: read back, experts run on grouped_mm, which knows no fp64 on a CPU.
         return type(model).from_pretrained(tmp_path / name, dtype=torch.float32).eval()
 
     stock = load("stock")
@@ -364,11 +373,13 @@ def test_the_model_looks_as_before(model_type: str) -> None:
 
 
 def with_lora(model: Any) -> Any:
-    kind = model.config.model_type
-    targets = {"gpt2": ["c_attn", "mlp.c_proj"], "bert": ["query", "value"]}
-    fields = {"target_modules": targets.get(kind, ["q_proj", "v_proj"])}
     torch.manual_seed(1)
-    lora = LoraConfig(r=2, init_lora_weights=False, fan_in_fan_out=kind == "gpt2", **fields)
+    lora = LoraConfig(
+        r=2,
+        init_lora_weights=False,
+        target_modules=traits.projections(model),
+        fan_in_fan_out=traits.is_transposed(model),
+    )
     return get_peft_model(model, lora).double().eval()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import traits
 import zoo
 from heads import special, specials
 from oracle import Snapshot, same_bits
@@ -16,10 +19,11 @@ from zoo import LENGTH, PAD, tokens, turns
 import opake
 
 MASKS = {name: zoo.MASKS[name] for name in ("none", "ones", "right", "left", "fully-masked")}
-WINDOW = {
-    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
-}
-"""What gives every family that can have one a window shorter than its prompts."""
+
+
+def windowed(model_type: str) -> dict[str, Any]:
+    """What gives a family that can have one a window shorter than its prompts."""
+    return traits.window(model_type, 3) or {}
 
 
 def inputs(mask: Tensor | None) -> dict[str, Tensor]:
@@ -28,16 +32,14 @@ def inputs(mask: Tensor | None) -> dict[str, Tensor]:
 
 def everything(output: Any) -> dict[str, Any]:
     """Every field of an output, a cache as its keys and values."""
-    fields = dict(output)
-    if fields.get(zoo.CACHE) is not None:
-        fields[zoo.CACHE] = contents(fields[zoo.CACHE])
-    return fields
+    return {name: contents(x) if hasattr(x, "update") else x for name, x in output.items()}
 
 
 def contents(cache: Any) -> list[Any]:
+    """Keys, values and states, and what a layer counts and remembers besides."""
     if hasattr(cache, "self_attention_cache"):
         return contents(cache.self_attention_cache) + contents(cache.cross_attention_cache)
-    return [(layer.keys, layer.values) for layer in cache.layers]
+    return [(type(layer), vars(layer)) for layer in cache.layers]
 
 
 def assert_same_output(found: Any, expected: Any) -> None:
@@ -63,6 +65,28 @@ def assert_same_step(model: Any, call: dict[str, Any]) -> None:
         assert same_bits(grads, stock_grads)
 
 
+def assert_same_outcome(model: Any, run: Callable[[], Any]) -> Any:
+    """Assert that ``run`` has stock's result in a scope, and return that.
+
+    Skips the test where stock raises, once the scope has raised the same.
+    """
+
+    def outcome() -> Any:
+        try:
+            return run()
+        except Exception as error:
+            return error
+
+    stock = outcome()
+    with opake.patched(model):
+        found = outcome()
+    if isinstance(stock, Exception):
+        assert repr(found) == repr(stock)
+        pytest.skip(f"stock {model.config.model_type} raises {stock!r:.120}")
+    assert same_bits(found, stock), found if isinstance(found, Exception) else ""
+    return stock
+
+
 # --- training and inference
 
 
@@ -81,7 +105,7 @@ def step_cases() -> list[Any]:
 def test_a_training_step_is_bit_equal(
     model_type: str, mask: str, attn: str, dtype: torch.dtype
 ) -> None:
-    model = zoo.tiny(model_type, attn, dtype, **WINDOW.get(model_type, {}))
+    model = zoo.tiny(model_type, attn, dtype, **windowed(model_type))
     assert_same_step(model, zoo.batch(MASKS[mask]))
 
 
@@ -109,10 +133,9 @@ def test_a_step_of_what_one_family_has_alone_is_bit_equal(
 @pytest.mark.case("ordinary use")
 @zoo.attention
 def test_dropout_draws_what_stock_draws(model_type: str, attn: str) -> None:
-    fields = {
-        "gpt2": {"attn_pdrop": 0.3, "resid_pdrop": 0.2},
-        "bert": {"attention_probs_dropout_prob": 0.3, "hidden_dropout_prob": 0.2},
-    }.get(model_type, {"attention_dropout": 0.4})
+    fields = traits.dropouts(model_type, 0.3)
+    if not fields:
+        pytest.skip(f"stock {model_type} has no dropout")
     model = zoo.tiny(model_type, attn, **fields)
     assert_same_step(model, zoo.batch(zoo.RIGHT))
     torch.manual_seed(3)
@@ -142,7 +165,7 @@ def test_outputs_have_stocks_fields_and_numbers(
     ]
     if attn == "eager":
         options.append({"output_hidden_states": True, "output_attentions": True})
-    if model_type == "mixtral":
+    if traits.has(model_type, "output_router_logits"):
         options.append({"output_router_logits": True})
     call = inputs(zoo.LEFT)
     stock = [model(**call, **more) for more in options]
@@ -151,33 +174,37 @@ def test_outputs_have_stocks_fields_and_numbers(
             assert_same_output(model(**call, **more), expected)
 
 
-def other_arguments(model: Any, attn: str) -> dict[str, dict[str, Any]]:
-    ids = tokens()
+def four_dimensional(model: Any) -> Tensor:
+    """A mask for every row and query, as each attention takes it."""
     allowed = torch.ones(4, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
     allowed[1, :, :, 2] = False
-    additive = torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
-    packed = torch.tensor([[0, 1, 2, 0, 1, 2]] * 4)
-    return {
-        "packed positions": {"input_ids": ids, "position_ids": packed, "use_cache": False},
-        "embeddings": {"inputs_embeds": zoo.embeddings(4, zoo.width(model))},
-        "4-D mask": {"input_ids": ids, "attention_mask": allowed if attn == "sdpa" else additive},
-        "one token": {"input_ids": ids[:, :1], "attention_mask": zoo.LEFT[:, :1]},
-        "keeps logits": {"input_ids": ids, "logits_to_keep": torch.tensor([1, 4])},
-    }
+    if model.config._attn_implementation == "sdpa":
+        return allowed
+    return torch.zeros(allowed.shape).masked_fill(~allowed, torch.finfo(torch.float32).min)
+
+
+IDS = tokens()
+ARGUMENTS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "packed positions": lambda _: {
+        "input_ids": IDS,
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 4),
+        "use_cache": False,
+    },
+    "embeddings": lambda model: {"inputs_embeds": zoo.embeddings(4, zoo.width(model))},
+    "4-D mask": lambda model: {"input_ids": IDS, "attention_mask": four_dimensional(model)},
+    "one token": lambda _: {"input_ids": IDS[:, :1], "attention_mask": zoo.LEFT[:, :1]},
+    "keeps logits": lambda _: {"input_ids": IDS, "logits_to_keep": torch.tensor([1, 4])},
+}
 
 
 @zoo.families
 @pytest.mark.case("ordinary use")
 @zoo.attention
-def test_other_arguments_are_bit_equal(model_type: str, attn: str) -> None:
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_other_arguments_are_bit_equal(model_type: str, attn: str, name: str) -> None:
     model = zoo.tiny(model_type, attn).eval()
-    calls = other_arguments(model, attn)
-    if model_type == "bert":
-        del calls["keeps logits"]  # stock's masked-LM head keeps all
-    stock = {name: model(**call) for name, call in calls.items()}
-    with opake.patched(model):
-        for name, call in calls.items():
-            assert_same_output(model(**call), stock[name])
+    call = ARGUMENTS[name](model)
+    assert_same_outcome(model, lambda: everything(model(**call)))
 
 
 @zoo.families
@@ -199,7 +226,9 @@ def test_a_tuple_is_stocks(model_type: str, attn: str) -> None:
 
 def generator(model_type: str, attn: str) -> Any:
     """A model that can generate; windows are shorter than its prompts."""
-    fields = {**WINDOW, "bert": {"is_decoder": True}}.get(model_type, {})
+    fields = windowed(model_type)
+    if traits.is_encoder(model_type):
+        fields["is_decoder"] = True
     return zoo.tiny(model_type, attn, head="causal", **fields).eval()
 
 
@@ -212,6 +241,7 @@ def test_a_cache_is_filled_and_continued_as_in_stock(
     model_type: str, attn: str, kind: Any, mask: Tensor | None
 ) -> None:
     model, call = generator(model_type, attn), inputs(mask)
+    name = zoo.cache_name(model)
 
     def run() -> list[Any]:
         options = {"max_cache_len": LENGTH + 2} if kind is StaticCache else {}
@@ -219,16 +249,14 @@ def test_a_cache_is_filled_and_continued_as_in_stock(
         outputs = []
         for start, stop in [(0, 4), (4, LENGTH), (LENGTH, LENGTH + 1)]:
             ids = call["input_ids"][:, start:stop] if stop <= LENGTH else torch.full((4, 1), 5)
-            chunk: dict[str, Any] = {"input_ids": ids, zoo.CACHE: cache, "use_cache": True}
+            chunk: dict[str, Any] = {"input_ids": ids, name: cache, "use_cache": True}
             if mask is not None:
                 chunk["attention_mask"] = torch.cat([mask, zoo.ONES[:, :1]], dim=1)[:, :stop]
             with torch.no_grad():
                 outputs.append(model(**chunk).logits)
         return [outputs, contents(cache)]
 
-    stock = run()
-    with opake.patched(model):
-        assert same_bits(run(), stock)
+    assert_same_outcome(model, run)
 
 
 GENERATION: dict[str, dict[str, Any]] = {
@@ -257,12 +285,11 @@ def test_generation_gives_stocks_tokens_and_scores(
 ) -> None:
     model = generator(model_type, attn)
     masks = [zoo.LEFT] if name == "beam search" else [None, zoo.LEFT]
-    stock = [generate(model, mask, name) for mask in masks]
+    with contextlib.suppress(Exception):  # judged below
+        generate(model, None, name)  # transformers keeps a static cache on the model
+    before = Snapshot(model)
+    stock = assert_same_outcome(model, lambda: [generate(model, mask, name) for mask in masks])
     assert stock[0]["sequences"].shape[1] > LENGTH + 1
-    before = Snapshot(model)  # transformers keeps the static cache of the first run on the model
-    with opake.patched(model):
-        for mask, expected in zip(masks, stock, strict=True):
-            assert same_bits(generate(model, mask, name), expected)
     assert before.changes() == []
 
 
@@ -292,11 +319,13 @@ def test_generation_differs_between_prompts_and_modes(model_type: str, attn: str
 def test_chunked_prefill_gives_the_tokens_of_a_whole_one(model_type: str, attn: str) -> None:
     model = generator(model_type, attn)
     whole = generate(model, zoo.LEFT, "greedy")["sequences"]
-    stock = [generate(model, zoo.LEFT, "chunked prefill", prefill_chunk_size=n) for n in (1, 3)]
-    with opake.patched(model):
-        found = [generate(model, zoo.LEFT, "chunked prefill", prefill_chunk_size=n) for n in (1, 3)]
-    assert same_bits(found, stock)
-    assert all(torch.equal(x["sequences"], whole) for x in found)
+
+    def run() -> list[dict[str, Any]]:
+        kind = "chunked prefill"
+        return [generate(model, zoo.LEFT, kind, prefill_chunk_size=size) for size in (1, 3)]
+
+    if not all(torch.equal(x["sequences"], whole) for x in assert_same_outcome(model, run)):
+        pytest.skip(f"stock {model_type} itself gives other tokens, chunk by chunk")
 
 
 def test_the_pad_token_of_these_prompts_is_padding() -> None:

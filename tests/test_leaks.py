@@ -11,6 +11,7 @@ from typing import Any
 import accelerate
 import peft
 import pytest
+import sampling
 import torch
 import torch.utils.checkpoint
 import transformers
@@ -25,7 +26,6 @@ from transformers.models.llama import modeling_llama
 
 import opake
 
-families = pytest.mark.parametrize("model_type", zoo.FIELDS)
 nothing_left = pytest.mark.case("nothing left behind")
 renamed = pytest.mark.filterwarnings("ignore:`gradient_checkpointing(_enable)?` is deprecated")
 
@@ -52,10 +52,18 @@ def checkpointing_enable(model: Any) -> None:
     (enable or model.gradient_checkpointing_enable)()
 
 
+FEW = ("llama", "gpt2", "bert", "mixtral", "qwen3_next", "falcon", "gemma2")
+"""Families whose scopes are open at once: one for every kind of model."""
+
+
 @pytest.fixture(scope="module")
-def leaks() -> Leaks:
-    """The state after every family was used in stock, which fills the libraries' own caches."""
-    for model_type in zoo.FIELDS:
+def leaks(request: pytest.FixtureRequest) -> Leaks:
+    """The state after a use of the families in stock, which fills the libraries' own caches.
+
+    Of those families that these tests are about: the more modules, the longer every look at them.
+    """
+    tested = {sampling.family_of(item) for item in request.session.items}
+    for model_type in tested.intersection(zoo.FIELDS).union(FEW):
         for attn in zoo.attentions(model_type):
             use(zoo.tiny(model_type, attn))
     return Leaks()
@@ -172,7 +180,7 @@ def assert_says(leaks: Leaks, expected: str) -> None:
 # ---- scopes
 
 
-@families
+@zoo.families
 @nothing_left
 def test_entering_and_leaving(leaks: Leaks, model_type: str) -> None:
     for attn in zoo.attentions(model_type):
@@ -185,7 +193,7 @@ def test_entering_and_leaving(leaks: Leaks, model_type: str) -> None:
         assert before.changes() == []
 
 
-@families
+@zoo.families
 @nothing_left
 @renamed
 def test_a_full_use(model_type: str) -> None:
@@ -196,7 +204,7 @@ def test_a_full_use(model_type: str) -> None:
         assert all("forward" not in vars(module) for module in model.modules())
 
 
-@families
+@zoo.families
 @nothing_left
 def test_an_exception_in_the_body(model_type: str) -> None:
     model = zoo.tiny(model_type, None)
@@ -228,7 +236,7 @@ class _Arm(opake.Patch):
         return None
 
 
-@families
+@zoo.families
 @nothing_left
 def test_an_interrupt_at_each_patch_while_entering(leaks: Leaks, model_type: str) -> None:
     model = zoo.tiny(model_type, None)
@@ -252,7 +260,7 @@ def test_an_interrupt_at_each_patch_while_entering(leaks: Leaks, model_type: str
             sys.settrace(tracer)
         assert opake.active() == []
         assert before.changes() == []
-        if (k + phase) % 3 == 0:  # between them, the families look after every patch
+        if (k + phase) % 8 == 0:  # between them, the families look after every patch
             assert leaks.changes() == []
 
 
@@ -267,8 +275,8 @@ def test_the_process_scope(leaks: Leaks, flags: dict[str, bool]) -> None:
         raise KeyboardInterrupt
 
 
-def test_scopes_of_all_families_left_in_another_order(leaks: Leaks) -> None:
-    models = [zoo.tiny(model_type, None) for model_type in zoo.FIELDS]
+def test_scopes_of_several_families_left_in_another_order(leaks: Leaks) -> None:
+    models = [zoo.tiny(model_type, None) for model_type in FEW]
     for shift in (0, 3):
         scopes = [opake.patched(model) for model in models] + [opake.runtime()]
         for scope in scopes:

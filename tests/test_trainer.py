@@ -10,13 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sampling
 import torch
+import traits
 import zoo
 from accelerate import Accelerator, cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.state import AcceleratorState
 from leaks import Leaks
-from oracle import Result, Snapshot, assert_exact, errors, per_example, same_bits, stock_loop
+from oracle import (
+    MOE_BAR,
+    Result,
+    Snapshot,
+    assert_exact,
+    errors,
+    per_example,
+    same_bits,
+    stock_loop,
+)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments
@@ -58,11 +69,12 @@ def logits(model: Any) -> Tensor:
 
 def assert_loops(model: Any, expected: Result, exact: Result) -> None:
     """Assert that the patched model has the loop's numbers, up to how far bf16 moved those."""
+    coarse = model.dtype == torch.float32 and zoo.is_coarse(model.config.model_type)
     for batched in (True, False):
         with torch.no_grad():
             found = per_example(model, BATCH, batched=batched)
         if same_bits(expected, exact):
-            assert_exact(found, expected)
+            assert_exact(found, expected, noise=MOE_BAR / 3 if coarse else 0.0)
             continue
         assert all(grad.dtype == torch.float32 for grad in found.grads.values())
         loss, gradient = errors(expected, exact)
@@ -189,6 +201,10 @@ def test_offloaded_weights(model_type: str, when: str) -> None:
     model, twin = make(model_type), make(model_type)
     stock = logits(model)
     cpu_offload(twin, execution_device="cpu")
+    try:
+        logits(twin)
+    except NotImplementedError as error:
+        pytest.skip(f"stock {model_type} cannot be offloaded: {error}")
     if when == "before":
         cpu_offload(model, execution_device="cpu")
     with opake.patched(model):
@@ -218,14 +234,8 @@ class _Rows(Dataset[dict[str, Tensor]]):
         return {name: x[index] for name, x in BATCH.items()}
 
 
-DROPOUT = {
-    "gpt2": {"resid_pdrop": 0.1, "attn_pdrop": 0.1},
-    "bert": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
-}
-
-
 def with_dropout(model_type: str) -> Any:
-    return zoo.tiny(model_type, None, **DROPOUT.get(model_type, {"attention_dropout": 0.1}))
+    return zoo.tiny(model_type, None, **traits.dropouts(model_type, 0.1))
 
 
 def train(model: Any, path: Path, **options: Any) -> list[dict[str, Any]]:
@@ -257,9 +267,21 @@ def train(model: Any, path: Path, **options: Any) -> list[dict[str, Any]]:
     ]
 
 
+CHECKPOINTED = ("llama", "gpt2", "bert", "mixtral", "qwen3_next", "falcon", "gemma2")
+"""Families that the Trainer tells to checkpoint, one for every kind of model: it does so by a call
+that does not depend on the family, and a run takes a second."""
+
+RUNS = [
+    *((model_type, {}) for model_type in zoo.FIELDS),
+    *((model_type, {"gradient_checkpointing": True}) for model_type in CHECKPOINTED),
+]
+
+
 @pytest.fixture(scope="module")
-def leaks(tmp_path_factory: pytest.TempPathFactory) -> Leaks:
-    for model_type in zoo.FIELDS:
+def leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Leaks:
+    """The state after the families that these tests are about were trained in stock."""
+    tested = {sampling.family_of(item) for item in request.session.items}
+    for model_type in tested.intersection(zoo.FIELDS):
         train(with_dropout(model_type), tmp_path_factory.mktemp("stock"))
     return Leaks()
 
@@ -268,12 +290,13 @@ def places(changes: list[str]) -> list[str]:
     return [change.partition(" was ")[0].partition(" is ")[0] for change in changes]
 
 
-@zoo.families
 @pytest.mark.case("Trainer")
 @renamed
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")
 @pytest.mark.parametrize(
-    "options", [{}, {"gradient_checkpointing": True}], ids=["plain", "checkpointing"]
+    ("model_type", "options"),
+    RUNS,
+    ids=[f"{'checkpointing' if options else 'plain'}-{name}" for name, options in RUNS],
 )
 def test_the_trainer_trains_as_in_stock(
     model_type: str, tmp_path: Path, leaks: Leaks, options: dict[str, Any]

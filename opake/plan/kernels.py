@@ -28,7 +28,7 @@ _GUARD = "_opake_activation"
 def _activation(context: Context) -> Step | Skip:
     family = context.family
     if family.mlp is None and family.experts is None:
-        return Skip("left to HF: its MLP has no gate")
+        return Skip("left to HF: no module that it computes")
     able, reason = kernels.available()
     if not able:
         return Skip(reason)
