@@ -108,9 +108,17 @@ def documents(runs: list[Run]) -> dict[Path, str]:
 
 
 def contradictions(run: Run, known: Run) -> list[str]:
-    """Name every cell of a run that the committed one of that version does not have so."""
+    """Name every cell of a run that the committed one of that version does not have so.
+
+    A family that is new, and has no row yet, must only not fail.
+    """
     found = []
     for family, cells in run["families"].items():
+        if family not in known["families"]:
+            print(f"{family} has no row yet: make matrix")
+            failed = [case for case, cell in cells.items() if cell["failed"]]
+            found += [f"{family}, {case}: failed" for case in failed]
+            continue
         for case, cell in cells.items():
             there = known["families"].get(family, {}).get(case)
             if (

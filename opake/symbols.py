@@ -55,8 +55,10 @@ def _mismatch(symbol: Symbol) -> str | None:
     opt_out = f"(do without it by {symbol.concern}=False)"
     try:
         value = resolve(symbol.module, symbol.name)
-    except LookupError:
-        return f"{where}: expected to exist, found nothing {opt_out}"
+    except LookupError as error:
+        cause = error.__cause__
+        missing = f"no such module ({cause})" if isinstance(cause, ImportError) else "nothing"
+        return f"{where}: expected to exist, found {missing} {opt_out}"
     if not symbol.parameters:
         return None
     found = parameters(value)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sampling import family_of
+from sampling import family_of, names_tests
 
 _KEY = "case of the support matrix"
 
@@ -26,7 +26,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "case(name): a case of the support matrix")
     path = config.getoption("--matrix")
     if path and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Matrix(Path(path), config.getoption("--thorough")))
+        whole = config.getoption("--thorough") and not names_tests(config)
+        config.pluginmanager.register(_Matrix(Path(path), whole))
 
 
 @pytest.hookimpl(tryfirst=True)

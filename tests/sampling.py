@@ -22,9 +22,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    # Whoever names tests gets them.
-    named = config.getoption("keyword") or any("::" in arg for arg in config.args)
-    if config.getoption("--thorough") or named:
+    if config.getoption("--thorough") or names_tests(config):
         return
     sampled: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
@@ -34,6 +32,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {id(item) for family in sampled.values() for item in _left_out(family)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) in left_out])
     items[:] = [item for item in items if id(item) not in left_out]
+
+
+def names_tests(config: pytest.Config) -> bool:
+    """Tell whether the caller named tests: they run, all that are meant and no others."""
+    return bool(config.getoption("keyword")) or any("::" in arg for arg in config.args)
 
 
 def family_of(item: pytest.Item) -> str | None:

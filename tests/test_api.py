@@ -601,6 +601,13 @@ def test_a_family_can_be_registered_from_outside(monkeypatch):
         opake.register_family("my_llama", "llama")
 
 
+def test_a_family_whose_module_is_not_there_says_so(monkeypatch):
+    monkeypatch.setattr(families, "_REGISTERED", {})
+    opake.register_family("llama", families.Family(module="no_such.modeling", base="Model"))
+    with pytest.raises(errors.UnsupportedTransformers, match="No module named 'no_such'"):
+        opake.check(LlamaForCausalLM(config()))
+
+
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention"])
 def test_attention_that_cannot_run_under_functorch_is_refused(model, name):
     model.config._attn_implementation_internal = name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_every_module_that_fits_gets_the_kernel(model_type: str) -> None:
     assert (found.status, found.count) == ("skipped", 0)
     gated = [m for m in model.modules() if hasattr(m, "gate_proj") and hasattr(m, "act_fn")]
     other = {type(module.act_fn).__name__ for module in gated}
-    reasons = ["no module that it computes", *(f"no kernel for {name}" for name in other)]
+    reasons = ["the family names no gated MLP", *(f"no kernel for {name}" for name in other)]
     assert found.reason in [f"left to HF: {reason}" for reason in reasons]
 
 
@@ -56,7 +57,7 @@ def test_without_a_gpu_the_rest_stays_on(model_type: str) -> None:
     model = make(model_type)
     found = row(model, kernels=True)
     assert found.status == "skipped"
-    assert "CUDA" in found.reason or "no module that it computes" in found.reason
+    assert "CUDA" in found.reason or "the family names no gated MLP" in found.reason
     with opake.patched(model, kernels=True) as scope:
         assert {r.concern for r in scope.explain() if r.status == "on"} >= {"batchify", "kv_cache"}
         model(zoo.tokens())
@@ -112,6 +113,27 @@ def test_a_family_that_names_another_formula_is_left_to_stock() -> None:
             families_._REGISTERED.clear()
         assert found.status == "skipped"
         assert reason in found.reason
+
+
+@interpreted
+def test_an_mlp_of_a_modeling_file_elsewhere_gets_the_kernel() -> None:
+    model = make("llama")
+    family = dataclasses.replace(families_.find("llama"), mlp=OutsideMLP.__name__)
+    home = vars(sys.modules[family.module])
+    home[OutsideMLP.__name__] = OutsideMLP  # as if that file had it
+    opake.register_family("llama", family)
+    try:
+        for layer in model.model.layers:
+            layer.mlp.__class__ = OutsideMLP
+        assert (row(model).status, row(model).count) == ("on", 2)
+    finally:
+        families_._REGISTERED.clear()
+        del home[OutsideMLP.__name__]
+
+
+class OutsideMLP(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
 @interpreted

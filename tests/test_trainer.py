@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sampling
 import torch
 import traits
 import zoo
@@ -277,15 +276,6 @@ RUNS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def leaks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Leaks:
-    """The state after the families that these tests are about were trained in stock."""
-    tested = {sampling.family_of(item) for item in request.session.items}
-    for model_type in tested.intersection(zoo.FIELDS):
-        train(with_dropout(model_type), tmp_path_factory.mktemp("stock"))
-    return Leaks()
-
-
 def places(changes: list[str]) -> list[str]:
     return [change.partition(" was ")[0].partition(" is ")[0] for change in changes]
 
@@ -299,9 +289,11 @@ def places(changes: list[str]) -> list[str]:
     ids=[f"{'checkpointing' if options else 'plain'}-{name}" for name, options in RUNS],
 )
 def test_the_trainer_trains_as_in_stock(
-    model_type: str, tmp_path: Path, leaks: Leaks, options: dict[str, Any]
+    model_type: str, tmp_path: Path, options: dict[str, Any]
 ) -> None:
     stock, model = with_dropout(model_type), with_dropout(model_type)
+    train(with_dropout(model_type), tmp_path / "first", **options)
+    leaks = Leaks()
     logged = train(stock, tmp_path / "stock", **options)
     left = places(leaks.changes())  # a Trainer leaves things of its own
     with opake.patched(model):

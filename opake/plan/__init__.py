@@ -165,13 +165,12 @@ def _family(model: nn.Module, inner: Any, flags: Flags) -> tuple[Family | None, 
         if verdict.family is not None:
             return verdict.family, verdict.note
         reason = f", and none could be deduced ({verdict.note})"
-    message = (
-        f"model_type {model_type!r} belongs to no family{reason}; supported are "
-        f"{', '.join(families.supported())}; add one by opake.register_family({model_type!r}, "
-        "opake.Family(...))"
-    )
+    register = f"opake.register_family({model_type!r}, opake.Family(...))"
+    message = f"model_type {model_type!r} belongs to no family{reason}; add one by {register}"
+    known = f"supported are {', '.join(families.supported())}"
     if flags.compat:
-        raise UnsupportedModel(f"{message}, or pass compat=False")
+        raise UnsupportedModel(f"{message}, or pass compat=False; {known}")
+    message = f"{message}; {known}"
     warnings.warn(f"no model concern is patched: {message}", stacklevel=caller_depth())
     return None, ""
 

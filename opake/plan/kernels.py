@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ _GUARD = "_opake_activation"
 def _activation(context: Context) -> Step | Skip:
     family = context.family
     if family.mlp is None and family.experts is None:
-        return Skip("left to HF: no module that it computes")
+        return Skip("left to HF: the family names no gated MLP")
     able, reason = kernels.available()
     if not able:
         return Skip(reason)
@@ -142,16 +143,22 @@ def _misfit(module: Any, cls: type, gated: _Gated) -> str:
     if gated.method == "forward" and foreign_forward(module) is not None:
         return f"an instance forward from {foreign_forward(module)}"
     function = getattr(cls, gated.method, None)
-    if not _is_upstreams(function) or not gated.formula(function):
+    if not _is_upstreams(function, cls) or not gated.formula(function):
         return f"{cls.__name__}.{gated.method} is another formula"
     act_fn = type(getattr(module, "act_fn", None))
     return "" if act_fn in _silu_classes() else f"no kernel for {act_fn.__name__}"
 
 
-def _is_upstreams(function: Any) -> bool:
-    """Tell whether a method is transformers' own, and not what somebody put in its place."""
+def _is_upstreams(function: Any, cls: type) -> bool:
+    """Tell whether a method is the modeling file's or transformers' own.
+
+    Somebody may have put another in its place.
+    """
     code = getattr(function, "__code__", None)
-    return code is not None and os.sep + "transformers" + os.sep in code.co_filename
+    if code is None:
+        return False
+    home = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    return code.co_filename == home or os.sep + "transformers" + os.sep in code.co_filename
 
 
 @functools.cache
