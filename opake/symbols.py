@@ -57,8 +57,8 @@ def _mismatch(symbol: Symbol) -> str | None:
         value = resolve(symbol.module, symbol.name)
     except LookupError as error:
         cause = error.__cause__
-        missing = f"no such module ({cause})" if isinstance(cause, ImportError) else "nothing"
-        return f"{where}: expected to exist, found {missing} {opt_out}"
+        instead = f"no such module ({cause})" if isinstance(cause, ImportError) else "nothing"
+        return f"{where}: expected to exist, found {instead} {opt_out}"
     if not symbol.parameters:
         return None
     found = parameters(value)

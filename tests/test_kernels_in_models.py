@@ -132,7 +132,7 @@ def test_an_mlp_of_a_modeling_file_elsewhere_gets_the_kernel() -> None:
 
 
 class OutsideMLP(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
