@@ -604,7 +604,7 @@ def test_a_family_can_be_registered_from_outside(monkeypatch):
 def test_a_family_whose_module_is_not_there_says_so(monkeypatch):
     monkeypatch.setattr(families, "_REGISTERED", {})
     opake.register_family("llama", families.Family(module="no_such.modeling", base="Model"))
-    with pytest.raises(errors.UnsupportedTransformers, match="No module named 'no_such'"):
+    with pytest.raises(errors.UnsupportedModel, match="No module named 'no_such'"):
         opake.check(LlamaForCausalLM(config()))
 
 

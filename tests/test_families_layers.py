@@ -211,3 +211,37 @@ def test_states_leave_padding_out(
     with opake.patched(model):
         found, other = (per_example(model, x, batched=False) for x in (batch, hidden))
     assert same_bits(found.losses, other.losses)
+
+
+# --- attention that is causal by its masks alone
+
+
+def without_causal_flag(model_type: str, attn: str, dtype: torch.dtype, **fields: Any) -> Any:
+    model = zoo.tiny(model_type, attn, dtype, **fields)
+    for module in model.modules():
+        if "is_causal" in vars(module):
+            module.is_causal = False
+    return model
+
+
+@zoo.grid(["a mask that hides nothing", "every padding", "no mask", "one token"])
+@pytest.mark.parametrize("kind", ["gemma", "llama", "a short window", "a long window"])
+def test_a_row_without_padding_sees_all_where_stock_drops_its_mask(
+    kind: str, name: str, attn: str, dtype: torch.dtype
+) -> None:
+    if kind == "gemma":
+        if "use_bidirectional_attention" not in zoo.tiny_fields("gemma").to_dict():
+            pytest.skip("stock gemma has no such switch in this version")
+        model = zoo.tiny("gemma", attn, dtype, use_bidirectional_attention=True)
+    elif kind == "llama":
+        model = without_causal_flag("llama", attn, dtype)
+    else:
+        window = 3 if "short" in kind else 50
+        model = without_causal_flag("mistral", attn, dtype, sliding_window=window)
+    batch = {
+        "a mask that hides nothing": lambda: zoo.batch(zoo.ONES),
+        "every padding": lambda: zoo.batch(torch.cat([zoo.EVERY, zoo.ONES[:1]])),
+        "no mask": zoo.batch,
+        "one token": lambda: zoo.batch(zoo.ONES[:, :1]) | {"shift_labels": zoo.tokens(4, 1)},
+    }[name]()
+    zoo.assert_loops(model, batch)

@@ -352,7 +352,8 @@ def rounding(
     """How far rounding alone has moved the losses and gradients of stock.
 
     In fp32, how far they are from those in fp64; and where that shows that they cancel, half an
-    ulp of the largest gradient at least, by which every term is rounded. In fp64, how far they go
+    ulp of the largest gradient at least, by which every term is rounded. A loss is a difference of
+    scores about as large as the largest loss, and keeps their rounding. In fp64, how far they go
     when every parameter moves by one ulp, which is the least that any order of computing them
     amounts to.
     """
@@ -365,6 +366,11 @@ def rounding(
             for p in other.parameters():
                 p.copy_(p.nextafter(torch.where(torch.rand_like(p) < 0.5, -torch.inf, torch.inf)))
     loss, gradient = errors(expected, stock_loop(other, batch, loss_of, **options), floor=floor)
+    eps = torch.finfo(model.dtype).eps
     if gradient > GRADIENT_BAR[model.dtype]:
-        gradient = max(gradient, torch.finfo(model.dtype).eps / 2 / floor)
+        gradient = max(gradient, eps / 2 / floor)
+    if model.dtype == torch.float32:
+        sizes = expected.losses[expected.losses.isfinite()].abs()
+        cancelled = (sizes.max() / sizes.min()).item() if len(sizes) else 1.0
+        loss = max(loss, min(eps * cancelled, MOE_BAR / 3))
     return loss, gradient

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import modeling_utils
 from transformers.integrations import sdpa_attention
 
 from opake.compat import folded_sdpa
@@ -26,6 +27,12 @@ SYMBOLS = (
     ),
     *folded_sdpa.SYMBOLS,
 )
+
+
+def is_stocks() -> bool:
+    """Tell whether transformers' own function is registered under ``sdpa``."""
+    registered = modeling_utils.ALL_ATTENTION_FUNCTIONS["sdpa"]
+    return registered is sdpa_attention.sdpa_attention_forward
 
 
 class _Folded(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -16,19 +17,26 @@ SYMBOLS = (
 
 
 class _Shared(TorchFunctionMode):
-    """Draws single numbers beneath ``vmap``, whatever its ``randomness``."""
+    """Draws the single numbers of one module's own code beneath ``vmap``, for all examples."""
+
+    def __init__(self, home: str) -> None:
+        super().__init__()
+        self._home = home
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.rand and not any(args):
-            keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
-            with torch._C._ExcludeDispatchKeyGuard(keys):
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func is not torch.rand or any(args):
+            return func(*args, **(kwargs or {}))
+        if sys._getframe(1).f_code.co_filename != self._home:
+            return func(*args, **(kwargs or {}))  # a layer's or a hook's, which is not about layers
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchVmapMode)
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return func(*args, **(kwargs or {}))
 
 
 def shared_draws(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Run a model that asks a random number whether to run a layer."""
-    if not transforms_active() or torch.compiler.is_compiling():
+    if not instance.training or not transforms_active() or torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)
-    with _Shared():
+    # Not by a name in its globals: a copy of the code with private ones has none.
+    with _Shared(str(sys.modules[type(instance).__module__].__file__)):
         return wrapped(*args, **kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -41,16 +41,22 @@ SYMBOLS = (
 
 
 @functools.cache
-def builder(modeling: str, name: str) -> Callable[..., Any]:
+def builder(modeling: str, name: str, sees_all: bool = False) -> Callable[..., Any]:
     """Return a replacement for the mask builder ``name``, as found in the module ``modeling``.
 
     Under a functorch transform a supplied padding mask is always materialised; without one, the
     ``is_causal`` fast path stays. Outside, the stock builder runs.
+
+    Args:
+        modeling: the module, dotted.
+        name: what it calls the builder.
+        sees_all: the attention is causal by its masks alone. Stock drops a mask that hides nothing,
+            so that a row without padding sees everything; here such a row's mask allows it.
     """
     if name == RECURRENT:
         return _recurrent(modeling)
     if name == OF_EVERY_LAYER:
-        return _of_every_layer(modeling)
+        return _of_every_layer(modeling, sees_all)
     module = importlib.import_module(modeling)
     names = tuple(inspect.signature(getattr(masking_utils, name)).parameters)
     skip = "allow_is_bidirectional_skip" if "bidirectional" in name else "allow_is_causal_skip"
@@ -65,6 +71,9 @@ def builder(modeling: str, name: str) -> Callable[..., Any]:
         if call.get("attention_mask") is not None:
             if skip in names:
                 call[skip] = False
+            if sees_all and _may_be_dropped(name, call):
+                whole = call["attention_mask"].bool().all(-1)
+                call["or_mask_function"] = lambda batch, head, query, key: whole[batch]
         elif not has_cache(call) and call.get("position_ids") is not None:
             refuse_packing(call["position_ids"])
             call["position_ids"] = None  # what is left of them needs no mask
@@ -92,7 +101,20 @@ def _recurrent(modeling: str) -> Callable[..., Any]:
     return build
 
 
-def _of_every_layer(modeling: str) -> Callable[..., Any]:
+def _may_be_dropped(name: str, call: Mapping[str, Any]) -> bool:
+    """Tell whether stock drops this mask of a causal builder where it hides nothing."""
+    mask, config = call["attention_mask"], call["config"]
+    if mask.ndim != 2 or "bidirectional" in name or has_cache(call):
+        return False
+    if call.get("or_mask_function") is not None or call.get("and_mask_function") is not None:
+        return False
+    size = config.sliding_window if "sliding" in name else None
+    size = config.attention_chunk_size if "chunked" in name else size
+    length = call["inputs_embeds"].shape[1]
+    return mask.shape[1] == length and (size is None or length < size)
+
+
+def _of_every_layer(modeling: str, sees_all: bool) -> Callable[..., Any]:
     """Return the same for what builds a mask for every kind of layer in the config."""
     module = importlib.import_module(modeling)
     names = tuple(inspect.signature(masking_utils.create_masks_for_generate).parameters)
@@ -108,7 +130,8 @@ def _of_every_layer(modeling: str) -> Callable[..., Any]:
             return getattr(module, OF_EVERY_LAYER)(*args, **kwargs)
         call["config"] = config
         home = masking_utils.__name__
-        return {kind: builder(home, f.__name__)(**call) for kind, f in functions.items()}
+        made = {kind: builder(home, f.__name__, sees_all) for kind, f in functions.items()}
+        return {kind: build_one(**call) for kind, build_one in made.items()}
 
     build._opake_permanent = True  # type: ignore[attr-defined]
     return build

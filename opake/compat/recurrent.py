@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from opake.compat._versions import CACHE_NAMES
-from opake.compat.batchify import by_name
+from opake.compat.batchify import LEADING, by_name
 from opake.compat.transforms import transforms_active
 
 SYMBOLS = (
@@ -22,6 +22,9 @@ SYMBOLS = (
         ("conv_states", "recurrent_states", "state_idx"),
     ),
 )
+
+_INITIALIZE = "lazy_initialization"
+_STATES = ("conv_states", "recurrent_states")
 
 
 def dynamic_cache(*args: Any, **kwargs: Any) -> Any:
@@ -38,15 +41,38 @@ def with_writable_cache(names: tuple[str, ...]) -> Callable[..., Any]:
     """
 
     def forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-        if transforms_active():
-            call = by_name(names, args, kwargs) or {}
-            for name in CACHE_NAMES:
-                if call.get(name) is not None:
-                    writable(call[name])
-        return wrapped(*args, **kwargs)
+        call = by_name(names, args, kwargs) if transforms_active() else None
+        if call is None:
+            return wrapped(*args, **kwargs)
+        caches = [call[name] for name in CACHE_NAMES if call.get(name) is not None]
+        try:
+            for cache in caches:
+                _map_states(writable(cache), call)
+            output = wrapped(*args, **kwargs)
+            if isinstance(output, dict):
+                caches += [output[name] for name in CACHE_NAMES if output.get(name) is not None]
+            return output
+        finally:
+            for cache in caches:
+                _as_before(cache)
 
     forward._opake_permanent = True  # type: ignore[attr-defined]
     return forward
+
+
+def _map_states(cache: Any, call: dict[str, Any]) -> None:
+    """Give every example states of its own, where those held were made outside the transform."""
+    like: Any = next((call[name] for name in LEADING if call.get(name) is not None), None)
+    for layer in getattr(cache, "layers", ()) if isinstance(like, Tensor) else ():
+        for kind in _STATES:
+            for index, state in getattr(layer, kind, {}).items():
+                if state is not None:
+                    getattr(layer, kind)[index] = state + like.new_zeros((), dtype=state.dtype)
+
+
+def _as_before(cache: Any) -> None:
+    for layer in getattr(cache, "layers", ()):
+        vars(layer).pop(_INITIALIZE, None)
 
 
 def writable(cache: Any) -> Any:
@@ -57,8 +83,8 @@ def writable(cache: Any) -> Any:
     if transforms_active():
         for layer in getattr(cache, "layers", ()):
             is_recurrent = isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
-            if is_recurrent and "lazy_initialization" not in vars(layer):
-                layer.lazy_initialization = functools.partial(_initialize, layer)
+            if is_recurrent and _INITIALIZE not in vars(layer):
+                vars(layer)[_INITIALIZE] = functools.partial(_initialize, layer)
     return cache
 
 

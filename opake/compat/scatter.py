@@ -34,6 +34,8 @@ def out_of_place(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @functools.cache
 def scatters(cls: type) -> bool:
-    """Tell whether a method of the class itself scatters in place."""
-    functions = [f for f in vars(cls).values() if isinstance(f, types.FunctionType)]
+    """Tell whether a method of the class, or of a base that is no layer of torch, does so."""
+    bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    methods = [f for base in bases for f in vars(base).values()]
+    functions = [f for f in methods if isinstance(f, types.FunctionType)]
     return any(_IN_PLACE in getattr(f, "__wrapped__", f).__code__.co_names for f in functions)

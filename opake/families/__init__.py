@@ -41,11 +41,29 @@ class Family:
     experts: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("module", "base", "masks_in"):
+            self._require(name, isinstance(getattr(self, name), str), "a name")
+        for name in ("mlp", "experts"):
+            self._require(name, isinstance(getattr(self, name), str | None), "a name, or None")
         for name in ("attention", "masks", "own_sdpa"):
-            if not isinstance(getattr(self, name), tuple):
-                raise InvalidArgument(
-                    f"Family.{name} is a tuple of names, found {getattr(self, name)!r}"
-                )
+            self._require(name, _are_names(getattr(self, name)), "a tuple of names")
+        outer = self.wrapped_by
+        fits = isinstance(outer, Mapping) and all(map(_are_names, outer.values()))
+        self._require("wrapped_by", fits, "a dict of tuples of names")
+
+    def _require(self, name: str, fits: bool, what: str) -> None:
+        if not fits:
+            raise InvalidArgument(f"Family.{name} is {what}, found {getattr(self, name)!r}")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What has to be found in ``module``."""
+        outer = (name for item in self.wrapped_by.items() for name in (item[0], *item[1]))
+        return (self.base, *self.attention, *self.own_sdpa, *self.masks, *outer)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(name, str) for name in value)
 
 
 _REGISTERED: dict[str, Family] = {}
@@ -58,6 +76,11 @@ def register_family(model_type: str, family: Family) -> None:
     if not isinstance(family, Family):
         raise InvalidArgument(f"expected opake.Family(...), found {family!r}")
     _REGISTERED[model_type] = family
+
+
+def is_registered(model_type: str) -> bool:
+    """Tell whether the declaration for ``model_type`` came from :func:`register_family`."""
+    return model_type in _REGISTERED
 
 
 def find(model_type: str) -> Family | None:

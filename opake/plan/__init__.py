@@ -156,6 +156,8 @@ def _family(model: nn.Module, inner: Any, flags: Flags) -> tuple[Family | None, 
     model_type = inner.config.model_type
     family = families.find(model_type)
     if family is not None:
+        if families.is_registered(model_type):
+            _refuse_unfound(model_type, family)
         return family, ""
     reason = ""
     if flags.compat:
@@ -173,6 +175,22 @@ def _family(model: nn.Module, inner: Any, flags: Flags) -> tuple[Family | None, 
     message = f"{message}; {known}"
     warnings.warn(f"no model concern is patched: {message}", stacklevel=caller_depth())
     return None, ""
+
+
+def _refuse_unfound(model_type: str, family: Family) -> None:
+    """Raise where a declaration from outside names what its module has not got."""
+    missing = []
+    for name in family.names:
+        try:
+            symbols.resolve(family.module, name)
+        except LookupError as error:
+            cause = error.__cause__
+            missing.append(str(cause) if isinstance(cause, ImportError) else name)
+    if missing:
+        raise UnsupportedModel(
+            f"the Family registered for model_type {model_type!r} names what {family.module} has "
+            f"not got: {', '.join(dict.fromkeys(missing))}; register one with the names of its file"
+        )
 
 
 def _plan_all(model: Any, family: Family) -> Plan:

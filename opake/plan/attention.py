@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from opake import symbols
 from opake.engine import AttributePatch, ForwardPatch, ItemPatch, Patch, stacks
+from opake.engine.reclass import stock_class
 from opake.engine.shared import SharedPatch
 from opake.engine.slots import attribute_slot
 from opake.families import Family
+from opake.plan.modules import is_of_file, stock_method
 from opake.plan.step import Concern, Context, Need, Skip, Step, compat, compat_needs
 
 _NONE = Skip("the model has no attention")
@@ -23,15 +26,32 @@ def _sdpa(context: Context) -> Step | Skip:
         return _NONE
     if context.implementation != "sdpa":
         return Skip("attention runs on eager")
-    modules, own = context.modules(*family.attention), context.modules(*family.own_sdpa)
     attention = compat("attention")
+    own = context.modules(*family.own_sdpa)
+    found = context.modules(*family.attention)
+    modules = [module for module in found if _only_dispatches(module, family)]
+    own += [module for module in found if module not in modules]
     patches: list[Patch] = [ForwardPatch(module, attention.own_sdpa) for module in own]
-    targets = [f"{name}.forward" for name in family.own_sdpa]
+    names = dict.fromkeys(stock_class(module).__name__ for module in own)
+    targets = [f"{name}.forward" for name in names]
     if modules:
         patches += _dispatched(modules, attention)
         targets += [f"{', '.join(family.attention)}.config"]
     how = "registry" if modules else "forward"
     return Step(patches, ", ".join(targets), how, len(modules) + len(own))
+
+
+def _only_dispatches(module: nn.Module, family: Family) -> bool:
+    """Tell whether a module does nothing with its implementation but look it up, and finds stock's.
+
+    A class of somebody's may compare the name; then it must go on reading stock's, and so must all
+    where somebody put another function under it.
+    """
+    if not compat("attention").is_stocks():
+        return False
+    classes = [symbols.resolve(family.module, name) for name in family.attention]
+    forward = stock_method(module)
+    return any(forward is cls.forward and is_of_file(forward, cls) for cls in classes)
 
 
 def _attends(family: Family) -> bool:

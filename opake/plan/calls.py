@@ -12,6 +12,7 @@ from opake import symbols
 from opake.engine import ForwardPatch, Patch, RebindPatch
 from opake.engine.rebind import rebind
 from opake.engine.reclass import stock_class
+from opake.errors import MissingTarget
 from opake.families import Family
 from opake.plan.modules import positional, refuse_foreign_forward, stock_method
 from opake.plan.step import Concern, Context, Need, Skip, Step, compat, compat_needs
@@ -23,15 +24,15 @@ _WARNS = "warn_if_padding_and_no_attention_mask"
 def _masking(context: Context) -> Step | Skip:
     masks, family = compat("masks"), context.family
     recurrent = compat("recurrent").with_writable_cache
-    replacements = _builders(family.module, family.masks)
+    sees_all = _sees_all(context)
+    replacements = _builders(family.module, family.masks, sees_all)
     patches: list[Patch] = []
     modules = context.modules(family.base)
     for module in modules:
         if replacements:
             slot = _mask_slot(module, family)
             if slot not in vars(module):
-                # Raises where the names are not read.
-                rebind(stock_method(module, family.masks_in), replacements)
+                _reach(module, family.masks_in, replacements)
             patches.append(RebindPatch(module, replacements, slot=slot))
         patches.append(ForwardPatch(module, masks.padding_warning, slot=_WARNS))
         if masks.RECURRENT in family.masks:
@@ -44,9 +45,29 @@ def _masking(context: Context) -> Step | Skip:
     return Step(patches, target, "rebind", len(modules) + len(outer))
 
 
-def _builders(modeling: str, names: Iterable[str]) -> dict[str, Any]:
+def _reach(module: nn.Module, method: str, replacements: dict[str, Any]) -> None:
+    """Raise where the method of the module's class does not read the names itself."""
+    try:
+        rebind(stock_method(module, method), replacements)
+    except MissingTarget as error:
+        raise MissingTarget(
+            f"{stock_class(module).__name__}.{method} does not call {', '.join(replacements)} "
+            "itself; where it calls the method that it overrides, which does, the builders are out "
+            "of reach: call them in it, or register a Family that names what calls them"
+        ) from error
+
+
+def _sees_all(context: Context) -> bool:
+    """Tell whether attention is causal by its masks alone: a row that stock gives none sees all."""
+    if context.implementation != "sdpa":
+        return False
+    modules = context.modules(*context.family.attention, *context.family.own_sdpa)
+    return bool(modules) and not any(getattr(module, "is_causal", True) for module in modules)
+
+
+def _builders(modeling: str, names: Iterable[str], sees_all: bool) -> dict[str, Any]:
     masks = compat("masks")
-    made = {name: masks.builder(modeling, name) for name in names}
+    made = {name: masks.builder(modeling, name, sees_all) for name in names}
     if masks.RECURRENT in made:
         made["DynamicCache"] = compat("recurrent").dynamic_cache
     return made
@@ -54,19 +75,23 @@ def _builders(modeling: str, names: Iterable[str]) -> dict[str, Any]:
 
 def _wrapping(context: Context) -> list[Patch]:
     """Rebind the models around the base that build its masks for it."""
-    family, patches = context.family, []
+    family, patches = context.family, list[Patch]()
     masking = importlib.import_module("transformers.masking_utils")
-    builders = _builders(family.module, (*family.masks, compat("masks").PREPARE))
+    sees_all = _sees_all(context)
+    builders = _builders(family.module, (*family.masks, compat("masks").PREPARE), sees_all)
     for name, functions in family.wrapped_by.items():
         replacements: dict[str, Any] = {}
         for function in functions:
             own = symbols.resolve(family.module, function)
             if hasattr(masking, function):
-                replacements |= _builders(family.module, [function])
+                replacements |= _builders(family.module, [function], sees_all)
             else:
                 replacements[function] = rebind(own, builders)
-        patches += [RebindPatch(module, replacements) for module in context.modules(name)]
-    return [*patches]
+        for module in context.modules(name):
+            if "forward" not in vars(module):
+                _reach(module, "forward", replacements)
+            patches.append(RebindPatch(module, replacements))
+    return patches
 
 
 def _mask_slot(module: nn.Module, family: Family) -> str:

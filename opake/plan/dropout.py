@@ -37,7 +37,7 @@ def _is_probability(name: str, value: Any, *, is_dropout: bool) -> bool:
 
 
 def _is_drop(name: str, value: Any) -> bool:
-    return isinstance(value, float) and "dropout" in name
+    return isinstance(value, float) and ("dropout" in name or "layerdrop" in name)
 
 
 def _read_by(module: nn.Module) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from opake import symbols
 from opake.engine import PatchSet, stacks
 from opake.engine.reclass import stock_class
 from opake.errors import UnsupportedModel
@@ -35,6 +35,8 @@ class Verdict:
 
     family: Family | None
     note: str
+    settled: bool = True
+    """False where what was raised may be no fault of the model's."""
 
 
 _LARGEST = 20_000_000
@@ -43,7 +45,7 @@ _LARGEST = 20_000_000
 _DRAWS = "vmap: called random operation"
 """How functorch begins where a model draws random numbers."""
 
-_VERDICTS: weakref.WeakKeyDictionary[type, dict[str, Verdict]] = weakref.WeakKeyDictionary()
+_VERDICTS: weakref.WeakKeyDictionary[type, dict[Any, Verdict]] = weakref.WeakKeyDictionary()
 
 
 def judge(inner: Any, plan: Planner, text: Family | None = None) -> Verdict:
@@ -60,16 +62,35 @@ def judge(inner: Any, plan: Planner, text: Family | None = None) -> Verdict:
     used = inner.config._attn_implementation
     attention = used if used in ("sdpa", "eager") else "eager"
     experts = getattr(inner.config, "_experts_implementation", None)
-    key = json.dumps([fields, attention, experts, repr(text)], sort_keys=True, default=str)
+    code = frozenset((kind, kind.forward) for kind in _kinds(inner))
+    key = (type(inner.config), repr(fields), attention, experts, text, code)
     with stacks.LOCK:
         known = _VERDICTS.setdefault(cls, {})
         if key not in known:
+            if compat("transforms").transforms_active():
+                reason = (
+                    "a copy cannot be tried inside a functorch transform: open a scope, or call "
+                )
+                return Verdict(None, f"{reason}opake.check(model), once outside of it")
             make = functools.partial(_build, cls, type(inner.config), fields, attention, experts)
-            known[key] = _verdict(make, cls.__name__, plan, text)
+            verdict = _verdict(make, inner, plan, text)
+            if not verdict.settled:  # perhaps no fault of the model's
+                return verdict
+            known[key] = verdict
         return known[key]
 
 
-def _verdict(make: Callable[[], Any], name: str, plan: Planner, text: Family | None) -> Verdict:
+def _kinds(model: Any) -> set[Any]:
+    """Return the classes of the modules that a modeling file defines."""
+    kinds = {stock_class(module) for module in model.modules()}
+    return {kind for kind in kinds if not kind.__module__.startswith(_LIBRARIES)}
+
+
+_LIBRARIES = ("torch.", "peft.", "accelerate.", "bitsandbytes.", "torchao.")
+
+
+def _verdict(make: Callable[[], Any], inner: Any, plan: Planner, text: Family | None) -> Verdict:
+    name = stock_class(inner).__name__
     with trial.apart():
         try:
             with torch.device("meta"):  # what could not be cut down costs nothing there
@@ -79,11 +100,12 @@ def _verdict(make: Callable[[], Any], name: str, plan: Planner, text: Family | N
                 reason = f"a copy of {name} with every size known cut down has still {size} weights"
                 return Verdict(None, reason)
             family = text or deduce(model)
+            _refuse_strangers(inner, model, family)
             model = make()
         except UnsupportedModel as error:
             return Verdict(None, str(error))
         except Exception as error:  # whatever a constructor makes of a config it did not expect
-            return Verdict(None, f"a tiny copy of {name} cannot be built: {_told(error)}")
+            return _unsettled(f"a tiny copy of {name} cannot be built: {_told(error)}")
         trial.prepare(model)
         verdict = _try_all(model, family, name, plan)
         if verdict.family is None and _DRAWS in verdict.note:
@@ -92,12 +114,30 @@ def _verdict(make: Callable[[], Any], name: str, plan: Planner, text: Family | N
         return verdict
 
 
+def _refuse_strangers(inner: Any, copy: Any, family: Family) -> None:
+    """Raise where the model attends, or builds masks, by modules that a copy has not got."""
+    names = (family.base, *family.attention, *family.own_sdpa)
+    classes = tuple(symbols.resolve(family.module, name) for name in names)
+    strangers = [
+        kind.__name__ for kind in _kinds(inner) - _kinds(copy) if issubclass(kind, classes)
+    ]
+    if strangers:
+        raise UnsupportedModel(
+            f"its {', '.join(sorted(strangers))} was put in after it was built, so a copy has none "
+            "to be tried"
+        )
+
+
+def _unsettled(note: str) -> Verdict:
+    return Verdict(None, note, settled=False)
+
+
 def _try_all(model: Any, family: Family, name: str, plan: Planner) -> Verdict:
     """Return the first verdict in favour, else the first one."""
     try:
         model, expected = trial.loop(model)
     except Exception as error:
-        return Verdict(None, f"a tiny copy of {name} does not run: {_told(error)}")
+        return _unsettled(f"a tiny copy of {name} does not run: {_told(error)}")
     tried: list[Verdict] = []
     for reading in _readings(family):
         tried.append(_try(model, reading, expected, plan))
@@ -122,7 +162,10 @@ def _try(model: Any, family: Family, expected: trial.Expected, plan: Planner) ->
         with PatchSet(plan(model, family).patches):
             errors = trial.errors(model, expected)
     except Exception as error:  # functorch, transformers and opake all raise what they like
-        return Verdict(None, f"{found}, but a tiny copy raises: {_told(error)}")
+        reason = f"{found}, but a tiny copy raises: {_told(error)}"
+        # Hooks of the caller's, as those that offload activations, do not go through functorch.
+        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        return Verdict(None, reason, settled=not hooked and not isinstance(error, MemoryError))
     width = trial.width(model)
     measured = f"gradients off by {errors.gradient:.0e} in {width}, loss by {errors.loss:.0e}"
     if errors.loss > 1e-12 and width == "fp64":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -20,7 +18,7 @@ from opake import kernels, symbols
 from opake.engine import AttributePatch, ForwardPatch, Patch
 from opake.engine.reclass import stock_class
 from opake.plan.guard import Guard
-from opake.plan.modules import foreign_forward, stock_method
+from opake.plan.modules import foreign_forward, is_of_file, stock_method
 from opake.plan.step import Concern, Context, Skip, Step
 
 _GUARD = "_opake_activation"
@@ -143,22 +141,10 @@ def _misfit(module: Any, cls: type, gated: _Gated) -> str:
     if gated.method == "forward" and foreign_forward(module) is not None:
         return f"an instance forward from {foreign_forward(module)}"
     function = getattr(cls, gated.method, None)
-    if not _is_upstreams(function, cls) or not gated.formula(function):
+    if not (function and is_of_file(function, cls)) or not gated.formula(function):
         return f"{cls.__name__}.{gated.method} is another formula"
     act_fn = type(getattr(module, "act_fn", None))
     return "" if act_fn in _silu_classes() else f"no kernel for {act_fn.__name__}"
-
-
-def _is_upstreams(function: Any, cls: type) -> bool:
-    """Tell whether a method is the modeling file's or transformers' own.
-
-    Somebody may have put another in its place.
-    """
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return False
-    home = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return code.co_filename == home or os.sep + "transformers" + os.sep in code.co_filename
 
 
 @functools.cache

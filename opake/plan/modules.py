@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import sys
 from typing import Any
 
 from torch import nn
@@ -23,6 +25,18 @@ def _names(forward: Any) -> tuple[str, ...]:
 def stock_method(module: nn.Module, name: str = "forward") -> Any:
     """Return the function that the module's own class has under ``name``."""
     return getattr(stock_class(module), name)
+
+
+def is_of_file(function: Any, cls: type) -> bool:
+    """Tell whether a method was written where its class was, or elsewhere in transformers.
+
+    Somebody may have put another in its place.
+    """
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    home = getattr(sys.modules.get(cls.__module__), "__file__", None)
+    if code is None:
+        return False
+    return code.co_filename == home or os.sep + "transformers" + os.sep in code.co_filename
 
 
 def positional(module: nn.Module) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
+from torch.overrides import TorchFunctionMode
 
 LENGTH = 6
 FIELDS: Mapping[str, Any] = {"use_cache": True}
@@ -67,20 +67,51 @@ class Errors(NamedTuple):
         return self.loss <= _LOSS and self.gradient <= _GRADIENT
 
 
+class _OwnChance(TorchFunctionMode):
+    """Draws from a generator of its own, in this thread; the process's is left to everybody else.
+
+    To set that one back afterwards would let others draw the same numbers twice.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator("cpu").manual_seed(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        draws = func in _DRAWING or "generator" in kwargs  # as what initializes weights passes on
+        if draws and kwargs.get("generator") is None and not _is_meta(args, kwargs):
+            kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
+
+
+_DRAWING = {
+    *(getattr(torch, name) for name in ("rand", "randn", "randint", "randperm", "normal")),
+    *(getattr(torch, name) for name in ("bernoulli", "multinomial")),
+    *(getattr(Tensor, name) for name in ("uniform_", "normal_", "random_", "bernoulli_")),
+    *(getattr(Tensor, name) for name in ("exponential_", "log_normal_", "cauchy_", "geometric_")),
+    *(getattr(Tensor, name) for name in ("bernoulli", "multinomial")),
+}
+
+
+def _is_meta(args: Any, kwargs: Any) -> bool:
+    device = kwargs.get("device")
+    on_meta = device is not None and torch.device(device).type == "meta"
+    given = (*args, *kwargs.values())
+    return on_meta or any(isinstance(x, Tensor) and x.is_meta for x in given)
+
+
 @contextmanager
 def apart() -> Iterator[None]:
-    """Keep a trial and the caller's random numbers, modes and warnings out of each other."""
+    """Keep a trial and the caller's random numbers and modes out of each other."""
     with ExitStack() as stack:
         for context in (
-            torch.random.fork_rng(devices=[]),
             torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
             torch.inference_mode(False),  # no_grad ends with it
-            warnings.catch_warnings(),
+            _OwnChance(),
         ):
             stack.enter_context(context)
-        warnings.simplefilter("ignore")
-        torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs' too
         yield
 
 
