@@ -19,7 +19,7 @@ settings.register_profile(
 settings.register_profile(
     "thorough",
     deadline=None,
-    max_examples=2000,
+    max_examples=300,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
