@@ -63,7 +63,7 @@ OLDEST := tests property_tests $(NOT_OLDEST:%=--ignore tests/test_%.py) \
 test-oldest: $(VENV)/.oldest
 	PYTHONPATH=$(VENV)/oldest $(PYTEST) --matrix $(VENV)/oldest.json $(OLDEST) $(ARGS)
 
-# Every test of every family, on both; about 40 minutes on two cores. Makes the support matrix.
+# Every test of every family, on both. Makes the support matrix.
 MATRIX = $(RUN) docs/support_matrix.py $(VENV)/oldest.json $(VENV)/newest.json
 thorough:
 	$(MAKE) test ARGS='--thorough $(ARGS)'

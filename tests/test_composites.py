@@ -155,3 +155,18 @@ def test_positions_in_sections_are_cut_down_with_the_heads() -> None:
         model = AutoModelForImageTextToText.from_config(tiny_config(config))
     row = next(iter(opake.check(model)))
     assert "verified against the loop" in row.reason
+
+
+@zoo.attention
+def test_a_bidirectional_text_part_with_images_marked(attn: str) -> None:
+    config = tiny("gemma3", attn).config
+    if "use_bidirectional_attention" not in config.text_config.to_dict():
+        pytest.skip("stock gemma3 has no such switch in this version")
+    config.text_config.use_bidirectional_attention = True
+    torch.manual_seed(0)
+    auto = AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation=attn).double().train()
+    for mask in (zoo.EVERY, zoo.ONES):
+        batch = text(mask)
+        zoo.assert_loops(model, batch | {"token_type_ids": TYPES[: len(mask)]})
+        zoo.assert_loops(model, batch)

@@ -373,4 +373,5 @@ def rounding(
         sizes = expected.losses[expected.losses.isfinite()].abs()
         cancelled = (sizes.max() / sizes.min()).item() if len(sizes) else 1.0
         loss = max(loss, min(eps * cancelled, MOE_BAR / 3))
+    assert max(loss, gradient) < 1, "stock in fp32 says nothing of stock in fp64"
     return loss, gradient

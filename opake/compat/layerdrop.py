@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -37,6 +38,6 @@ def shared_draws(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Run a model that asks a random number whether to run a layer."""
     if not instance.training or not transforms_active() or torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)
-    # Not by a name in its globals: a copy of the code with private ones has none.
-    with _Shared(str(sys.modules[type(instance).__module__].__file__)):
+    # By file: its globals may be private ones of ours, which name no module.
+    with _Shared(inspect.unwrap(type(instance).forward).__code__.co_filename):
         return wrapped(*args, **kwargs)

@@ -71,7 +71,7 @@ def builder(modeling: str, name: str, sees_all: bool = False) -> Callable[..., A
         if call.get("attention_mask") is not None:
             if skip in names:
                 call[skip] = False
-            if sees_all and _may_be_dropped(name, call):
+            if sees_all and "or_mask_function" in names and _may_be_dropped(name, call):
                 whole = call["attention_mask"].bool().all(-1)
                 call["or_mask_function"] = lambda batch, head, query, key: whole[batch]
         elif not has_cache(call) and call.get("position_ids") is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -45,13 +45,18 @@ def with_writable_cache(names: tuple[str, ...]) -> Callable[..., Any]:
         if call is None:
             return wrapped(*args, **kwargs)
         caches = [call[name] for name in CACHE_NAMES if call.get(name) is not None]
+        held: list[tuple[dict[int, Any], int, Tensor]] = []
         try:
             for cache in caches:
-                _map_states(writable(cache), call)
+                held += _map_states(writable(cache), call)
             output = wrapped(*args, **kwargs)
-            if isinstance(output, dict):
-                caches += [output[name] for name in CACHE_NAMES if output.get(name) is not None]
+            fields = output.values() if isinstance(output, dict) else output
+            caches += [x for x in fields if isinstance(x, cache_utils.Cache)]
             return output
+        except BaseException:
+            for states, index, state in held:
+                states[index] = state
+            raise
         finally:
             for cache in caches:
                 _as_before(cache)
@@ -60,14 +65,19 @@ def with_writable_cache(names: tuple[str, ...]) -> Callable[..., Any]:
     return forward
 
 
-def _map_states(cache: Any, call: dict[str, Any]) -> None:
-    """Give every example states of its own, where those held were made outside the transform."""
+def _map_states(cache: Any, call: dict[str, Any]) -> Iterator[tuple[dict[int, Any], int, Tensor]]:
+    """Give every example states of its own, where those held were made outside the transform.
+
+    Yields where each was, its index and what it was.
+    """
     like: Any = next((call[name] for name in LEADING if call.get(name) is not None), None)
     for layer in getattr(cache, "layers", ()) if isinstance(like, Tensor) else ():
         for kind in _STATES:
-            for index, state in getattr(layer, kind, {}).items():
+            states = getattr(layer, kind, {})
+            for index, state in states.items():
                 if state is not None:
-                    getattr(layer, kind)[index] = state + like.new_zeros((), dtype=state.dtype)
+                    yield states, index, state
+                    states[index] = state + like.new_zeros((), dtype=state.dtype)
 
 
 def _as_before(cache: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -37,5 +38,6 @@ def scatters(cls: type) -> bool:
     """Tell whether a method of the class, or of a base that is no layer of torch, does so."""
     bases = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
     methods = [f for base in bases for f in vars(base).values()]
-    functions = [f for f in methods if isinstance(f, types.FunctionType)]
-    return any(_IN_PLACE in getattr(f, "__wrapped__", f).__code__.co_names for f in functions)
+    functions = [inspect.unwrap(f) for f in methods if isinstance(f, types.FunctionType)]
+    codes = [f.__code__ for f in functions if isinstance(f, types.FunctionType)]
+    return any(_IN_PLACE in code.co_names for code in codes)

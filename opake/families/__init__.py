@@ -59,7 +59,8 @@ class Family:
     def names(self) -> tuple[str, ...]:
         """What has to be found in ``module``."""
         outer = (name for item in self.wrapped_by.items() for name in (item[0], *item[1]))
-        return (self.base, *self.attention, *self.own_sdpa, *self.masks, *outer)
+        builds = f"{self.base}.{self.masks_in}"
+        return (self.base, builds, *self.attention, *self.own_sdpa, *self.masks, *outer)
 
 
 def _are_names(value: object) -> bool:

@@ -1,6 +1,7 @@
 """Flags, a family and a model make a list of patches, or a skip with its reason.
 
-The only package that sees engine, compat, kernels and families together. Planning changes nothing.
+The only package that sees engine, compat, kernels and families together. Planning changes nothing
+of a model's; a model of no declared family is tried on a tiny copy of it, in a scope of its own.
 """
 
 from __future__ import annotations
@@ -156,13 +157,16 @@ def _family(model: nn.Module, inner: Any, flags: Flags) -> tuple[Family | None, 
     model_type = inner.config.model_type
     family = families.find(model_type)
     if family is not None:
-        if families.is_registered(model_type):
+        if families.is_registered(model_type) and flags.compat:
             _refuse_unfound(model_type, family)
         return family, ""
     reason = ""
     if flags.compat:
         # What a model of several modalities does around its text part is its own.
-        text = families.find(inner.config.get_text_config().model_type)
+        try:
+            text = families.find(inner.config.get_text_config().model_type)
+        except ValueError:  # it has several
+            text = None
         verdict = generic.judge(inner, _plan_all, text)
         if verdict.family is not None:
             return verdict.family, verdict.note

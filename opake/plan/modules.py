@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import os
 import sys
@@ -36,7 +37,8 @@ def is_of_file(function: Any, cls: type) -> bool:
     home = getattr(sys.modules.get(cls.__module__), "__file__", None)
     if code is None:
         return False
-    return code.co_filename == home or os.sep + "transformers" + os.sep in code.co_filename
+    upstream = os.path.dirname(str(importlib.import_module("transformers").__file__)) + os.sep
+    return bool(code.co_filename == home or code.co_filename.startswith(upstream))
 
 
 def positional(module: nn.Module) -> tuple[str, ...]:

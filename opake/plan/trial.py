@@ -68,9 +68,10 @@ class Errors(NamedTuple):
 
 
 class _OwnChance(TorchFunctionMode):
-    """Draws from a generator of its own, in this thread; the process's is left to everybody else.
+    """Draws weights from a generator of its own, in this thread, and leaves the process's alone.
 
-    To set that one back afterwards would let others draw the same numbers twice.
+    To set that one back afterwards would let other threads draw the same numbers twice. What takes
+    no generator (``rand_like``, a dropout written into the code) draws from it all the same.
     """
 
     def __init__(self) -> None:
@@ -143,7 +144,17 @@ def loop(model: Any) -> tuple[Any, Expected]:
 def _loop(model: Any) -> Expected:
     batches, loss_of = _batches(model)
     results = [_one_by_one(model, batch, loss_of) for batch in batches]
+    if not any(map(_says_something, results)):
+        raise ValueError("no row has a finite loss with finite gradients that are not all zero")
     return Expected(batches, results, loss_of, _scores(model, batches[0]))
+
+
+def _says_something(result: Result) -> bool:
+    """Tell whether a row has a loss and gradients that a wrong patch would move."""
+    grads = torch.stack([_largest(x) for x in result.grads.values()])
+    finite = torch.stack([x.reshape(len(x), -1).isfinite().all(1) for x in result.grads.values()])
+    rows = result.losses.isfinite() & finite.all(0) & (grads > 0).any(0)
+    return bool(rows.any())
 
 
 def _scores(model: Any, batch: Mapping[str, Tensor]) -> Tensor:

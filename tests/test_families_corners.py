@@ -1,4 +1,4 @@
-"""What attackers found about families, declared and deduced, one test for each kind of finding."""
+"""Corners of families, declared and deduced, each of which went wrong once."""
 
 from __future__ import annotations
 
@@ -380,4 +380,86 @@ def test_check_raises_what_entering_would() -> None:
     opake.register_family("llama", family)
     model = LlamaForCausalLM(zoo.tiny_fields("llama"))
     with pytest.raises(MissingTarget, match=r"LlamaForCausalLM\.forward"):
+        opake.check(model)
+
+
+# ---- what a trial must not pass on
+
+
+class Nothing(SeedOssForCausalLM):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * torch.nan
+        output.loss = None if output.loss is None else output.loss * torch.nan
+        return output
+
+
+def test_a_copy_that_says_nothing_proves_nothing() -> None:
+    with pytest.raises(UnsupportedModel, match="no row has a finite loss"):
+        opake.check(undeclared(Nothing))
+
+
+@recurrent
+def test_a_tuple_brings_a_cache_without_ours_too(model_type: str) -> None:
+    from transformers.cache_utils import Cache
+
+    model = zoo.tiny(model_type, None, torch.float64).eval()
+    found: list[Any] = []
+
+    def run(ids: Tensor) -> Tensor:
+        output = model(input_ids=ids[None], use_cache=True, return_dict=False)
+        found.extend(x for x in output if isinstance(x, Cache))
+        return output[0]
+
+    with opake.patched(model), torch.no_grad():
+        vmap(run)(zoo.tokens())
+    assert found
+    assert not [layer for cache in found for layer in cache.layers if _LAZY in vars(layer)]
+
+
+@recurrent
+def test_a_call_that_fails_leaves_the_states_of_a_cache(model_type: str) -> None:
+    model = zoo.tiny(model_type, None, torch.float64).eval()
+    name = zoo.cache_name(model)
+    with torch.no_grad():
+        cache = model(input_ids=zoo.tokens(1), use_cache=True)[name]
+    before = [dict(layer.conv_states) for layer in cache.layers if hasattr(layer, "conv_states")]
+
+    def broken(module: Any, args: Any, output: Any) -> None:
+        raise KeyError("mine")
+
+    handle = model.get_input_embeddings().register_forward_hook(broken)
+    with opake.patched(model), torch.no_grad(), pytest.raises(KeyError, match="mine"):
+        vmap(lambda ids: model(input_ids=ids[None], **{name: cache}).logits)(zoo.tokens(3, 2))
+    handle.remove()
+    after = [layer.conv_states for layer in cache.layers if hasattr(layer, "conv_states")]
+    for old, new in zip(before, after, strict=True):
+        assert all(new[index] is state for index, state in old.items())
+
+
+_LAZY = "lazy_initialization"
+
+
+class Drops(type(zoo.tiny("opt").model.decoder)):  # type: ignore[misc]
+    """Of another file than the code that asks whether to run a layer."""
+
+
+def test_layerdrop_of_a_subclass_elsewhere_is_shared_too() -> None:
+    model = zoo.tiny("opt", None, torch.float64, layerdrop=0.5)
+    model.model.decoder.__class__ = Drops
+    batch = zoo.batch()
+    expected = stock_loop(model, batch, seed=2)
+    with opake.patched(model), torch.no_grad():
+        torch.manual_seed(2)
+        found = per_example(model, batch, batched=False, randomness="different")
+    assert_exact(found, expected)
+
+
+def test_several_text_parts_are_refused_with_a_reason() -> None:
+    config = AutoConfig.for_model("musicgen")
+    from transformers import MusicgenForConditionalGeneration
+
+    with torch.device("meta"):
+        model = MusicgenForConditionalGeneration._from_config(tiny_config(config))
+    with pytest.raises(UnsupportedModel, match="register_family"):
         opake.check(model)
