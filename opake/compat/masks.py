@@ -27,6 +27,9 @@ OF_EVERY_LAYER = "create_masks_for_generate"
 PREPARE = "_preprocess_mask_arguments"
 """What the builders begin with; a model that calls it itself looks for packed sequences there."""
 
+_OVERLAYS = ("or_mask_function", "and_mask_function", "block_sequence_ids")
+"""With any of these, stock always makes a mask."""
+
 _MASK_PARAMETERS = ("config", "inputs_embeds", "attention_mask", "position_ids")
 
 SYMBOLS = (
@@ -106,7 +109,7 @@ def _may_be_dropped(name: str, call: Mapping[str, Any]) -> bool:
     mask, config = call["attention_mask"], call["config"]
     if mask.ndim != 2 or "bidirectional" in name or has_cache(call):
         return False
-    if call.get("or_mask_function") is not None or call.get("and_mask_function") is not None:
+    if any(call.get(name) is not None for name in _OVERLAYS):
         return False
     size = config.sliding_window if "sliding" in name else None
     size = config.attention_chunk_size if "chunked" in name else size
