@@ -170,3 +170,18 @@ def test_a_bidirectional_text_part_with_images_marked(attn: str) -> None:
         batch = text(mask)
         zoo.assert_loops(model, batch | {"token_type_ids": TYPES[: len(mask)]})
         zoo.assert_loops(model, batch)
+
+
+@wrapped
+def test_a_hook_of_accelerates_around_the_outer_model(kind: str) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    model = tiny(kind)
+    batch = text(zoo.EVERY)
+    expected = stock_loop(model, batch)
+    for module in (model, model.model, model.model.language_model):
+        add_hook_to_module(module, ModelHook())
+    before = Snapshot(model)
+    with opake.patched(model), torch.no_grad():
+        assert_exact(per_example(model, batch, batched=False), expected)
+    assert before.changes() == []

@@ -14,7 +14,7 @@ from opake.engine.rebind import rebind
 from opake.engine.reclass import stock_class
 from opake.errors import MissingTarget
 from opake.families import Family
-from opake.plan.modules import positional, refuse_foreign_forward, stock_method
+from opake.plan.modules import own_slot, positional, refuse_foreign_forward, stock_method
 from opake.plan.step import Concern, Context, Need, Skip, Step, compat, compat_needs
 
 _LAYERDROP = "layerdrop"
@@ -30,7 +30,7 @@ def _masking(context: Context) -> Step | Skip:
     modules = context.modules(family.base)
     for module in modules:
         if replacements:
-            slot = _mask_slot(module, family)
+            slot = own_slot(module, family.masks_in)
             if slot not in vars(module):
                 _reach(module, family.masks_in, replacements)
             patches.append(RebindPatch(module, replacements, slot=slot))
@@ -88,16 +88,11 @@ def _wrapping(context: Context) -> list[Patch]:
             else:
                 replacements[function] = rebind(own, builders)
         for module in context.modules(name):
-            if "forward" not in vars(module):
-                _reach(module, "forward", replacements)
-            patches.append(RebindPatch(module, replacements))
+            slot = own_slot(module, "forward")
+            if slot not in vars(module):
+                _reach(module, slot, replacements)
+            patches.append(RebindPatch(module, replacements, slot=slot))
     return patches
-
-
-def _mask_slot(module: nn.Module, family: Family) -> str:
-    # Under accelerate's hook, the forward that builds the masks is the one the hook kept.
-    is_forward = family.masks_in == "forward"
-    return "_old_forward" if is_forward and "_old_forward" in vars(module) else family.masks_in
 
 
 def _masking_needs(family: Family) -> list[Need]:

@@ -16,11 +16,16 @@ from opake.engine.shared import SharedPatch
 from opake.engine.slots import MISSING, attribute_slot
 from opake.errors import MissingTarget, UnpatchableTarget
 from opake.families import Family
-from opake.plan.modules import positional, refuse_foreign_forward, stock_method
+from opake.plan.modules import (
+    KEPT,
+    own_slot,
+    positional,
+    refuse_foreign_forward,
+    stock_method,
+)
 from opake.plan.step import Concern, Context, Need, ProcessConcern, Skip, Step, compat, compat_needs
 
 _LORA = "_activate_lora"
-_KEPT = "_old_forward"
 
 
 def _moe(context: Context) -> Step | Skip:
@@ -41,7 +46,7 @@ def _moe(context: Context) -> Step | Skip:
     patches += _router_loss(context.inner, experts)
     slots = [patch.slot for patch in patches]
     names = dict.fromkeys(
-        f"{stock_class(slot.owner).__name__}.{'forward' if slot.key == _KEPT else slot.key}"
+        f"{stock_class(slot.owner).__name__}.{'forward' if slot.key == KEPT else slot.key}"
         for slot in slots
     )
     used = dict.fromkeys(str(module.config._experts_implementation) for module in stacked)
@@ -67,7 +72,7 @@ class _ExpertsPatch(ForwardPatch):
     def __init__(self, module: nn.Module, experts: Any) -> None:
         self._experts = experts
         self._eager = experts.forward(positional(module))
-        super().__init__(module, self._eager, slot=_own_forward(module))
+        super().__init__(module, self._eager, slot=own_slot(module))
 
     def build(self, below: Any) -> Any:
         if below is MISSING or is_stock(self.slot.owner, below):
@@ -98,18 +103,13 @@ class _ExpertsPatch(ForwardPatch):
                     stacks.push(self.slot, layer)
 
 
-def _own_forward(module: nn.Module) -> str:
-    # Under accelerate's hook, the module's own forward is the one the hook kept.
-    return _KEPT if _KEPT in vars(module) else "forward"
-
-
 def _router_loss(inner: nn.Module, experts: Any) -> list[SlotPatch]:
     forward = stock_method(inner)
     stock = getattr(importlib.import_module(forward.__module__), experts.ROUTER_LOSS, None)
     if stock is None or symbols.parameters(stock) != experts.ROUTER_LOSS_PARAMETERS:
         return []
     replacements = {experts.ROUTER_LOSS: experts.router_loss(forward.__module__)}
-    patch = RebindPatch(inner, replacements, slot=_own_forward(inner))
+    patch = RebindPatch(inner, replacements, slot=own_slot(inner))
     try:
         patch.check()
     except (MissingTarget, UnpatchableTarget):

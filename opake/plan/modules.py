@@ -15,6 +15,8 @@ from opake.engine.reclass import is_stock, stock_class, table
 from opake.engine.splice import MARK
 from opake.errors import ForeignWrite
 
+KEPT = "_old_forward"
+
 
 @functools.cache
 def _names(forward: Any) -> tuple[str, ...]:
@@ -39,6 +41,11 @@ def is_of_file(function: Any, cls: type) -> bool:
         return False
     upstream = os.path.dirname(str(importlib.import_module("transformers").__file__)) + os.sep
     return bool(code.co_filename == home or code.co_filename.startswith(upstream))
+
+
+def own_slot(module: nn.Module, method: str = "forward") -> str:
+    """Return where the module's own method is: under accelerate's hook, what the hook kept."""
+    return KEPT if method == "forward" and KEPT in vars(module) else method
 
 
 def positional(module: nn.Module) -> tuple[str, ...]:
