@@ -186,13 +186,19 @@ def errors(found: Result, expected: Result, *, floor: float = 1e-3) -> tuple[flo
 
     ``floor`` is that of a gradient, as a part of its example's largest.
     """
+    loss, gradient = errors_by_row(found, expected, floor=floor)
+    return loss.max().item(), gradient.max().item()
+
+
+def errors_by_row(found: Result, expected: Result, *, floor: float = 1e-3) -> tuple[Tensor, Tensor]:
+    """The same for every example: (B,) and (B,)."""
     assert list(found.grads) == list(expected.grads)
     pairs = [(found.grads[name], grad) for name, grad in expected.grads.items()]
     assert all(a.shape == b.shape for a, b in [*pairs, (found.losses, expected.losses)])
     none = torch.zeros(len(expected.losses), dtype=torch.float64)
     floors = floor * torch.stack([_largest(grad) for grad in expected.grads.values()]).amax(0)
-    loss = _row_errors(found.losses, expected.losses, none).max().item()
-    return loss, max(_row_errors(a, b, floors).max().item() for a, b in pairs)
+    loss = _row_errors(found.losses, expected.losses, none)
+    return loss, torch.stack([_row_errors(a, b, floors) for a, b in pairs]).amax(0)
 
 
 def _row_errors(found: Tensor, expected: Tensor, floor: Tensor) -> Tensor:
@@ -217,22 +223,28 @@ def assert_exact(
     expected: Result,
     *,
     floor: float = 1e-3,
-    noise: float = 0.0,
-    loss_noise: float = 0.0,
+    noise: float | Tensor = 0.0,
+    loss_noise: float | Tensor = 0.0,
 ) -> None:
     """Assert that dtypes agree and that losses and gradients are exact.
 
-    ``noise`` and ``loss_noise`` are how far ``expected`` itself is from the truth: where its
-    gradients cancel to nothing, the rounding of both sides is all that is left to compare. Ours
-    may be twice as far from the truth as stock's, in another direction: hence three times that.
+    ``noise`` and ``loss_noise``, of all examples or of each (B,), are how far ``expected`` itself
+    is from the truth: where its gradients cancel to nothing, the rounding of both sides is all that
+    is left to compare. Ours may be twice as far from the truth as stock's, in another direction:
+    hence three times that.
     """
     assert found.losses.dtype == expected.losses.dtype
     for name, grad in expected.grads.items():
         assert found.grads[name].dtype == grad.dtype, name
     bar = max(GRADIENT_BAR[grad.dtype] for grad in expected.grads.values())
-    loss, gradient = errors(found, expected, floor=floor)
-    assert loss <= max(LOSS_BAR, 3 * loss_noise), f"loss is off by {loss:.2e}"
-    assert gradient <= max(bar, 3 * noise), f"a gradient is off by {gradient:.2e}"
+    loss, gradient = errors_by_row(found, expected, floor=floor)
+    for name, error_of, least, rounding in (
+        ("loss", loss, LOSS_BAR, loss_noise),
+        ("a gradient", gradient, bar, noise),
+    ):
+        bars = (3 * torch.as_tensor(rounding, dtype=torch.float64)).clamp(min=least)
+        over = error_of.where(error_of > bars, 0).max().item()
+        assert not over, f"{name} is off by {over:.2e}"
 
 
 def same_bits(found: Any, expected: Any) -> bool:
