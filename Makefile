@@ -53,7 +53,7 @@ demo: $(VENV)/.demo
 	$(RUN) examples/dp_finetune.py $(ARGS)
 
 test: $(VENV)/.test
-	$(PYTEST) --matrix $(VENV)/newest.json $(ARGS)
+	$(PYTEST) --matrix=$(VENV)/newest.json $(ARGS)
 
 # All that touches transformers, on the oldest supported one.
 NOT_OLDEST := demo notebooks readme functional functional_clipping functional_storage kernels
@@ -61,7 +61,7 @@ OLDEST := tests property_tests $(NOT_OLDEST:%=--ignore tests/test_%.py) \
 	--ignore property_tests/test_functional_properties.py \
 	--ignore property_tests/test_kernel_properties.py
 test-oldest: $(VENV)/.oldest
-	PYTHONPATH=$(VENV)/oldest $(PYTEST) --matrix $(VENV)/oldest.json $(OLDEST) $(ARGS)
+	PYTHONPATH=$(VENV)/oldest $(PYTEST) --matrix=$(VENV)/oldest.json $(OLDEST) $(ARGS)
 
 # Every test of every family, on both. Makes the support matrix.
 MATRIX = $(RUN) docs/support_matrix.py $(VENV)/oldest.json $(VENV)/newest.json
