@@ -65,7 +65,7 @@ def _cell(runs: list[Run], family: str, case: str, notes: list[str]) -> str:
     if not all(found) or any(cell["failed"] for cell in found):
         return "**no**"
     marks = set()
-    for reason in {reason for cell in found for reason in cell["skipped"]}:
+    for reason in sorted({reason for cell in found for reason in cell["skipped"]}):
         note = reason.replace(f"stock {family} ", "stock ")
         if note not in notes:
             notes.append(note)
