@@ -83,6 +83,9 @@ def assert_loops(model: Any, expected: Result, exact: Result) -> None:
         assert found_gradient <= gradient
 
 
+_OURS = str(Path(opake.__file__).parent)
+
+
 def of_ours(model: nn.Module) -> list[Any]:
     """Everything of a scope that is reached from the attributes of any module."""
     found, seen = [], set()
@@ -98,7 +101,7 @@ def of_ours(model: nn.Module) -> list[Any]:
             continue
         seen.add(id(item))
         function = getattr(item, "__func__", item)
-        if "/opake/" in getattr(getattr(function, "__code__", None), "co_filename", ""):
+        if getattr(getattr(function, "__code__", None), "co_filename", "").startswith(_OURS):
             found.append(function)
         cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
         kept = [getattr(function, name, None) for name in ("__wrapped__", "func")]
