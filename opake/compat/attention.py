@@ -13,7 +13,7 @@ from transformers.integrations import sdpa_attention
 
 from opake.compat import folded_sdpa
 from opake.compat.autocast import autocast
-from opake.compat.transforms import transforms_active
+from opake.compat.transforms import in_mode, transforms_active
 
 SDPA = "opake_sdpa"
 """The key under which :func:`sdpa` is registered with transformers."""
@@ -44,12 +44,8 @@ class _Folded(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def own_sdpa(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Run a module that calls torch's SDPA itself, once for all examples under a transform."""
-    if not transforms_active() or torch.compiler.is_compiling():
-        return wrapped(*args, **kwargs)
-    with _Folded():
-        return wrapped(*args, **kwargs)
+own_sdpa = in_mode(lambda module: _Folded())
+"""Runs a module that calls torch's SDPA itself, once for all examples under a transform."""
 
 
 def sdpa(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from opake.compat.transforms import transforms_active
+from opake.compat.transforms import in_mode
 
 SYMBOLS = (
     ("torch._C", "_ExcludeDispatchKeyGuard", ()),
@@ -34,10 +35,12 @@ class _Shared(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-def shared_draws(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Run a model that asks a random number whether to run a layer."""
-    if not instance.training or not transforms_active() or torch.compiler.is_compiling():
-        return wrapped(*args, **kwargs)
+def _of(model: Any) -> AbstractContextManager[Any]:
+    if not model.training:
+        return nullcontext()
     # By file: its globals may be private ones of ours, which name no module.
-    with _Shared(inspect.unwrap(type(instance).forward).__code__.co_filename):
-        return wrapped(*args, **kwargs)
+    return _Shared(inspect.unwrap(type(model).forward).__code__.co_filename)
+
+
+shared_draws = in_mode(_of)
+"""Runs a model that asks a random number whether to run a layer."""

@@ -7,11 +7,10 @@ import inspect
 import types
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from opake.compat.transforms import transforms_active
+from opake.compat.transforms import in_mode
 
 _IN_PLACE = "scatter_"
 
@@ -25,12 +24,8 @@ class _OutOfPlace(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def out_of_place(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Run a module that scatters in place, mapped where a functorch transform maps."""
-    if not transforms_active() or torch.compiler.is_compiling():
-        return wrapped(*args, **kwargs)
-    with _OutOfPlace():
-        return wrapped(*args, **kwargs)
+out_of_place = in_mode(lambda module: _OutOfPlace())
+"""Runs a module that scatters in place, mapped where a functorch transform maps."""
 
 
 @functools.cache

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,22 @@ def transforms_active() -> bool:
     ``peek_interpreter_stack() is not None`` would be true under dynamo outside any transform.
     """
     return torch._C._are_functorch_transforms_active()
+
+
+def in_mode(mode: Callable[[Any], AbstractContextManager[Any]]) -> Callable[..., Any]:
+    """Return a wrapper that runs a module in ``mode(module)`` under a transform.
+
+    A graph that dynamo traces has stock's operators, which its compiler takes apart itself.
+    """
+
+    def forward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        if not transforms_active() or torch.compiler.is_compiling():
+            return wrapped(*args, **kwargs)
+        with mode(instance):
+            return wrapped(*args, **kwargs)
+
+    forward._opake_permanent = True  # type: ignore[attr-defined]
+    return forward
 
 
 def needs_grad(tensor: Tensor) -> bool:

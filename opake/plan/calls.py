@@ -37,7 +37,7 @@ def _masking(context: Context) -> Step | Skip:
         patches.append(ForwardPatch(module, masks.padding_warning, slot=_WARNS))
         if masks.RECURRENT in family.masks:
             patches.append(ForwardPatch(module, recurrent(positional(module))))
-    outer = _wrapping(context)
+    outer = _wrapping(context, sees_all)
     patches += outer
     if not family.masks:
         return Step(patches, f"{family.base}.{_WARNS}", "forward", len(patches))
@@ -73,11 +73,10 @@ def _builders(modeling: str, names: Iterable[str], sees_all: bool) -> dict[str, 
     return made
 
 
-def _wrapping(context: Context) -> list[Patch]:
+def _wrapping(context: Context, sees_all: bool) -> list[Patch]:
     """Rebind the models around the base that build its masks for it."""
     family, patches = context.family, list[Patch]()
     masking = importlib.import_module("transformers.masking_utils")
-    sees_all = _sees_all(context)
     builders = _builders(family.module, (*family.masks, compat("masks").PREPARE), sees_all)
     for name, functions in family.wrapped_by.items():
         replacements: dict[str, Any] = {}
