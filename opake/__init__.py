@@ -53,7 +53,7 @@ _WHERE = {
     ),
     **dict.fromkeys(("Family", "register_family"), "opake.families"),
 }
-_MODULES = ("errors", "functional", "kernels", "patches")
+_MODULES = ("errors", "functional", "kernels", "patches", "testing")
 
 __all__ = [*_WHERE, *_MODULES]
 

@@ -18,6 +18,10 @@ class InvalidArgument(OpakeError, ValueError):
     """An argument of the right type with a value that cannot be used."""
 
 
+class InvalidType(OpakeError, TypeError):
+    """An argument of a type or dtype that cannot be used."""
+
+
 class InvalidBatch(OpakeError, ValueError):
     """A batch whose leaves are not tensors with one common leading dimension."""
 

@@ -1,63 +1,82 @@
-"""Every registered operator on drawn inputs: shapes, layouts, dtypes and mapped dimensions.
+"""Every registered operator on drawn inputs: shapes, layouts, dtypes, transforms.
 
-Examples are drawn here, as numbers, and computed where kernels are interpreted. A failure prints
-the numbers: ``check_values(name, numbers, ...)`` runs it again. Examples that the kernels do not
+Examples are drawn here, as numbers, and computed where kernels run: interpreted, in a process of
+their own, or on a GPU if there is one. A failure prints the numbers: ``check(name, numbers, ...)``
+runs it again, and ``python -m opake fuzz`` would print a program. Examples that the kernels do not
 run, such as those that broadcast, count for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import kernel_oracle as oracle
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from interpreter import interpreted
 
 from opake import kernels
-from opake.kernels import Draw
+from opake.testing._ops import example_of, right
+from opake.testing._transforms import TRANSFORMS, Example
 
-NAMES = [op.name for op in kernels.ops()]
+THOROUGH = os.environ.get("HYPOTHESIS_PROFILE", "ci") == "thorough"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-names = pytest.mark.parametrize("name", NAMES)
+MAPPED = tuple(transform for transform in TRANSFORMS if "vmap" in transform)
+UNMAPPED = tuple(transform for transform in TRANSFORMS if "vmap" not in transform)
+
+names = pytest.mark.parametrize("name", [op.name for op in kernels.ops()])
+# Interpreted programs take a millisecond each: these of an operator take about three seconds.
+enough = settings(
+    max_examples=1000 if THOROUGH else 25,
+    phases=[phase for phase in Phase if phase is not Phase.explain],
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+)
+slow = pytest.mark.timeout(3000 if THOROUGH else 300)
+
+
+def where_kernels_run(function: Callable[..., Any]) -> Callable[..., Any]:
+    return interpreted(function) if DEVICE == "cpu" else function
+
+
+def example(name: str, integer: Callable[[int, int], int], transforms: Sequence[str]) -> Example:
+    op = kernels.find(name)
+    return example_of(op, integer, DEVICE, DTYPES, large=DEVICE != "cpu", transforms=transforms)
 
 
 @st.composite
-def examples(draw: st.DrawFn, name: str) -> list[int]:
+def numbers(draw: st.DrawFn, name: str, transforms: Sequence[str]) -> list[int]:
     """The numbers that an operator's example is made of."""
-    numbers: list[int] = []
+    found: list[int] = []
 
     def integer(low: int, high: int) -> int:
-        numbers.append(draw(st.integers(low, high)))
-        return numbers[-1]
+        found.append(draw(st.integers(low, high)))
+        return found[-1]
 
-    kernels.find(name).examples(Draw(integer, dtypes=DTYPES))
-    return numbers
-
-
-@interpreted
-def check_values(name: str, numbers: Sequence[int], seed: int) -> bool:
-    op = kernels.find(name)
-    return oracle.assert_right(op, oracle.replayed(op, numbers, *DTYPES), seed)
+    example(name, integer, transforms)
+    return found
 
 
-@interpreted
-def check_rows(name: str, numbers: Sequence[int], seed: int, size: int) -> bool:
-    op = kernels.find(name)
-    call = oracle.replayed(op, numbers, *DTYPES)
-    choices = list(oracle.subsets(oracle.differentiable(call)))
-    return oracle.assert_rows(op, call, choices[seed % len(choices)], seed, size)
+@where_kernels_run
+def check(name: str, numbers: Sequence[int], transforms: Sequence[str]) -> bool:
+    found = iter(numbers)
+    return right(kernels.find(name), example(name, lambda low, high: next(found), transforms))
 
 
 @names
-@given(data=st.data(), seed=st.integers(0, 2**16))
-def test_values_and_gradients(name: str, data: st.DataObject, seed: int) -> None:
-    assume(check_values(name, data.draw(examples(name)), seed))
+@enough
+@slow
+@given(data=st.data())
+def test_autograd(name: str, data: st.DataObject) -> None:
+    assume(check(name, data.draw(numbers(name, UNMAPPED)), UNMAPPED))
 
 
 @names
-@given(data=st.data(), seed=st.integers(0, 2**16), size=st.integers(1, 4))
-def test_vmap_of_grad(name: str, data: st.DataObject, seed: int, size: int) -> None:
-    assume(check_rows(name, data.draw(examples(name)), seed, size))
+@enough
+@slow
+@given(data=st.data())
+def test_mapped(name: str, data: st.DataObject) -> None:
+    assume(check(name, data.draw(numbers(name, MAPPED)), MAPPED))

@@ -2,130 +2,302 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import Function, forward_ad
-from torch.func import vjp
+from torch.func import vjp, vmap
 
 from opake._functorch import alive, apply, in_front
+from opake.kernels._guard import launchable
 from opake.kernels._op import record
-from opake.kernels._triton import launchable
 
-__all__ = ["all_in_front", "double_backward", "elementwise_function", "pull_back"]
+__all__ = ["Core", "Gradients", "by_reference", "fused_function"]
 
 Gradients = tuple[Tensor | None, ...]
+Tensors = tuple[Tensor | None, ...]
 
 
-def elementwise_function(
+@dataclass(frozen=True)
+class Core:
+    """A part of an operator that gives all its outputs from fewer, or other, tensors.
+
+    Attributes:
+        tensors: ``tensors(inputs, outputs)``: what is saved and differentiated.
+        reference: ``reference(options, *tensors)``, the operator's outputs in plain PyTorch.
+        wanted: ``wanted(wanted)``: of which of the tensors the gradient is needed.
+        gradients: ``gradients(wanted, found, dtypes)``: those of the inputs from those.
+    """
+
+    tensors: Callable[[Any, Any], Tensors]
+    reference: Callable[..., Any]
+    wanted: Callable[[Any], tuple[bool, ...]]
+    gradients: Callable[[Any, Any, Any], Gradients]
+
+
+def fused_function(
     name: str,
-    reference: Callable[..., Tensor],
-    fwd: Callable[..., Tensor],
+    reference: Callable[..., Any],
+    fwd: Callable[..., tuple[Any, ...]],
     bwd: Callable[..., Gradients],
-) -> Callable[..., Tensor]:
-    """Return a differentiable function of tensors whose examples may be computed side by side.
+    *,
+    outputs: int = 1,
+    saved: int = 0,
+    rows: Sequence[int] = (),
+    core: Core | None = None,
+) -> Callable[..., Any]:
+    """Return ``fused(options, *tensors)``, right under autograd and every functorch transform.
 
-    A mapped dimension becomes one more leading dimension of a single launch. Where forward mode or
-    a second derivative is asked for, or no kernel may read the tensors, plain PyTorch computes it.
+    Mapped dimensions come to the kernels as ``batch`` leading dimensions, of one size in all
+    tensors (with stride 0 in those that are not mapped), and every result has them too. Where
+    forward mode or a second derivative is asked for, or no kernel may read the tensors, plain
+    PyTorch computes it.
 
     Args:
         name: of the operator, and of the autograd nodes.
-        reference: the same function in plain PyTorch.
-        fwd: ``fwd(*inputs)`` by kernel.
-        bwd: ``bwd(grad, *inputs, *wanted)`` by kernel, None where a gradient is not wanted.
+        reference: ``reference(options, *tensors)`` for one example, in plain PyTorch: a tensor, or
+            a tuple of ``outputs``.
+        fwd: ``fwd(batch, options, *tensors)``, by kernel: the outputs, then ``saved`` tensors for
+            the backward pass, which have no gradients.
+        bwd: ``bwd(batch, options, wanted, grads, tensors, saved)``, by kernel: a gradient for every
+            tensor that is wanted, of its shape and dtype, else None. A None among ``grads``, one
+            for each output, stands for zeros.
+        outputs: how many there are; one comes back as a tensor, more as a tuple.
+        saved: how many tensors the backward pass needs beside its inputs.
+        rows: positions of tensors whose leading dimensions are all computed alike. Where nothing
+            else is mapped, mapped dimensions are more of those, not ``batch``.
+        core: what the backward pass differentiates, where that is not the inputs.
     """
+    simple = core.reference if core else reference
+    several = outputs + saved > 1
 
-    def launches(*tensors: Tensor) -> bool:
-        can = launchable(*tensors)
+    def launches(tensors: Sequence[Any]) -> bool:
+        can = launchable(tensors)
         record(name, "triton" if can else "reference")
         return can
 
     class Backward(Function):
         @staticmethod
-        def forward(*args: Any) -> Gradients:
-            count = len(args) // 2 + 1
-            grad, *inputs = args[:count]
-            if launches(grad, *inputs):
-                return bwd(*args)
-            return pull_back(reference, grad, inputs, args[count:])
+        def forward(batch: int, options: Any, wanted: tuple[bool, ...], *flat: Any) -> Gradients:
+            grads, tensors, kept = _split(flat)
+            if (saved and kept[0] is None) or not launches(flat):
+                record(name, "reference")
+                return by_reference(simple, batch, options, wanted, grads, tensors)
+            return bwd(batch, options, wanted, grads, tensors, kept)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
-            count = len(inputs) // 2 + 1
-            ctx.wanted = inputs[count:]
-            ctx.save_for_backward(*inputs[:count])
+            ctx.static = inputs[:3]
+            ctx.save_for_backward(*inputs[3:])
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-            grad, *inputs = ctx.saved_tensors
-            found = double_backward(reference, grad, inputs, ctx.wanted, cotangents)
-            return (*found, *(None for _ in inputs))
+            batch, options, wanted = ctx.static
+            grads, tensors, kept = _split(ctx.saved_tensors)
+            call = functools.partial(by_reference, simple, batch, options, wanted)
+            asked = [c for c, want in zip(cotangents, wanted, strict=True) if want]
+            found = _double_backward(call, grads, tensors, asked)
+            return (None, None, None, *found, *(None for _ in kept))
 
         @staticmethod
         def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
-            found = apply(Backward, *all_in_front(info.batch_size, in_dims, *args))
+            batch, options, wanted, *flat = args
+            flat = _all_in_front(info.batch_size, in_dims[3:], flat)
+            found = apply(Backward, batch + 1, options, wanted, *flat)
             return found, tuple(None if x is None else 0 for x in found)
 
     class Forward(Function):
         @staticmethod
-        def forward(*inputs: Tensor) -> Tensor:
-            return fwd(*inputs) if launches(*inputs) else reference(*inputs)
+        def forward(batch: int, options: Any, *tensors: Any) -> Any:
+            if launches(tensors):
+                found = fwd(batch, options, *tensors)
+                return found if several else found[0]
+            out = _over_examples(reference, batch, options, tensors)(*tensors)
+            out = out if outputs > 1 else (out,)
+            return (*out, *(None for _ in range(saved))) if several else out[0]
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            ctx.save_for_backward(*inputs)
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+            ctx.static = inputs[:2]
+            if several:
+                ctx.set_materialize_grads(False)
+            tensors = inputs[2:]
+            if core:
+                ctx.dtypes = tuple(None if x is None else x.dtype for x in tensors)
+                tensors = core.tensors(tensors, output)
+            if saved:
+                kept = output[outputs:]
+                ctx.mark_non_differentiable(*(x for x in kept if x is not None))
+                tensors = (*tensors, *kept)
+            ctx.save_for_backward(*tensors)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            inputs, wanted = ctx.saved_tensors, ctx.needs_input_grad
+        def backward(ctx: Any, *grads: Tensor | None) -> Any:
+            batch, options = ctx.static
+            found = ctx.saved_tensors
+            wanted, grads = ctx.needs_input_grad[2:], grads[:outputs]
+            asked = core.wanted(wanted) if core else wanted
+            if not torch.is_grad_enabled() and not _transformed() and launches((*grads, *found)):
+                # What ``apply`` would come to; this thread is often cold, and slow to get there.
+                end = len(found) - saved
+                tensors, kept = (found[:end], found[end:]) if saved else (found, ())
+                if not kept or kept[0] is not None:
+                    pulled = bwd(batch, options, asked, grads, tensors, kept)
+                    if core:
+                        pulled = core.gradients(wanted, pulled, ctx.dtypes)
+                    return (None, None, *pulled)
             if forward_ad._current_level >= 0:
                 record(name, "reference")
-                return pull_back(reference, grad, inputs, wanted)
-            return apply(Backward, grad, *inputs, *wanted)
+                tensors = found[: len(found) - saved]
+                pulled = by_reference(simple, batch, options, asked, grads, tensors)
+            else:
+                pulled = apply(Backward, batch, options, asked, *grads, *found)
+            if core:
+                pulled = core.gradients(wanted, pulled, ctx.dtypes)
+            return (None, None, *pulled)
 
         @staticmethod
-        def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Tensor) -> Any:
-            return apply(Forward, *all_in_front(info.batch_size, in_dims, *inputs)), 0
+        def vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> Any:
+            batch, options, *tensors = args
+            dims = in_dims[2:]
+            if all(dim is None or i in rows for i, dim in enumerate(dims)):
+                # Behind the examples that are mapped further inside, in front of the rows.
+                tensors = [
+                    _moved(x, dim, info.batch_size, batch) if i in rows else x
+                    for i, (x, dim) in enumerate(zip(tensors, dims, strict=True))
+                ]
+                return apply(Forward, batch, options, *tensors), batch
+            tensors = _all_in_front(info.batch_size, dims, tensors)
+            return apply(Forward, batch + 1, options, *tensors), 0
 
-    Forward.__name__ = Forward.__qualname__ = name
-    Backward.__name__ = Backward.__qualname__ = f"{name}Backward"
+    def _split(flat: Sequence[Any]) -> tuple[Tensors, Tensors, Tensors]:
+        end = len(flat) - saved
+        return tuple(flat[:outputs]), tuple(flat[outputs:end]), tuple(flat[end:])
 
-    def fused(*inputs: Tensor) -> Tensor:
-        result: Tensor = apply(Forward, *inputs)
-        return result
+    class Plain(Function):
+        """``Forward`` where no transform is active: one call from C++ less, and no more checks."""
+
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            found: Any = fwd(*args)
+            if not several:
+                (found,) = found
+            Forward.setup_context(ctx, args, found)
+            return found
+
+        backward = Forward.backward
+
+    for cls, suffix in ((Forward, ""), (Plain, ""), (Backward, "Backward")):
+        cls.__name__ = cls.__qualname__ = f"{name}{suffix}"
+    recorded: Any = super(Function, Plain).apply  # its own binds a signature first
+
+    def fused(options: Any, *tensors: Tensor | None) -> Any:
+        if torch.compiler.is_compiling() or _transformed() or not launchable(tensors):
+            found = apply(Forward, 0, options, *tensors)
+        else:
+            record(name, "triton")
+            if torch.is_grad_enabled() and _differentiable(tensors):
+                found = recorded(0, options, *tensors)
+            else:
+                found = fwd(0, options, *tensors)
+                found = found if several else found[0]
+        if not saved:
+            return found
+        return found[:outputs] if outputs > 1 else found[0]
 
     return fused
 
 
-def all_in_front(batch_size: int, in_dims: Sequence[int | None], *args: Any) -> list[Any]:
+def _transformed() -> bool:
+    return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _differentiable(tensors: Sequence[Tensor | None]) -> bool:
+    for x in tensors:  # noqa: SIM110  (a generator costs half a microsecond)
+        if x is not None and x.requires_grad:
+            return True
+    return False
+
+
+def _moved(x: Tensor | None, dim: int | None, size: int, to: int) -> Tensor | None:
+    if x is None:
+        return None
+    if dim is None:
+        shape = x.shape
+        return x.unsqueeze(to).expand(*shape[:to], size, *shape[to:])
+    return x if dim == to else x.movedim(dim, to)
+
+
+def _all_in_front(size: int, in_dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Any]:
     """Move the mapped dimension of every tensor to the front, expanding what is not mapped."""
-    pairs = zip(args, in_dims, strict=True)
-    return [in_front(x, dim, batch_size) if isinstance(x, Tensor) else x for x, dim in pairs]
+    pairs = zip(tensors, in_dims, strict=True)
+    return [x if x is None else in_front(x, dim, size) for x, dim in pairs]
 
 
-def pull_back(
-    reference: Callable[..., Tensor],
-    grad: Tensor,
-    inputs: Sequence[Tensor],
+def _over_examples(
+    reference: Callable[..., Any], batch: int, options: Any, tensors: Sequence[Tensor | None]
+) -> Callable[..., Any]:
+    """The reference, for tensors that have ``batch`` mapped dimensions in front."""
+    function: Callable[..., Any] = functools.partial(reference, options)
+    for _ in range(batch):
+        function = vmap(function, tuple(None if x is None else 0 for x in tensors))
+    return function
+
+
+def by_reference(
+    reference: Callable[..., Any],
+    batch: int,
+    options: Any,
     wanted: Sequence[bool],
+    grads: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
 ) -> Gradients:
     """Return the wanted gradients by plain PyTorch, so that they can be differentiated again."""
-    _, pull = vjp(reference, *map(alive, inputs))  # type: ignore[misc]
-    return tuple(g if want else None for g, want in zip(pull(grad), wanted, strict=True))
+    grads, tensors = _alive(grads), _alive(tensors)
+    function = _over_examples(reference, batch, options, tensors)
+
+    def of_wanted(*leaves: Tensor) -> Any:
+        left = iter(leaves)
+        pairs = zip(tensors, wanted, strict=True)
+        return function(*(next(left) if want else x for x, want in pairs))
+
+    leaves = [x for x, want in zip(tensors, wanted, strict=True) if want]
+    out, pull = vjp(of_wanted, *leaves)  # type: ignore[misc]
+    if isinstance(out, tuple):
+        full = [torch.zeros_like(x) if g is None else g for x, g in zip(out, grads, strict=True)]
+        pulled = iter(pull(tuple(full)))
+    else:
+        pulled = iter(pull(grads[0]))
+    return tuple(next(pulled) if want else None for want in wanted)
 
 
-def double_backward(
-    reference: Callable[..., Tensor],
-    grad: Tensor,
-    inputs: Sequence[Tensor],
-    wanted: Sequence[bool],
+def _double_backward(
+    call: Callable[..., Gradients],
+    grads: Sequence[Tensor | None],
+    tensors: Sequence[Tensor | None],
     cotangents: Sequence[Tensor | None],
 ) -> Gradients:
-    """Pull ``cotangents`` of the wanted gradients back to ``(grad, *inputs)``."""
+    """Pull ``cotangents`` of the gradients that ``call(grads, tensors)`` returns back to both."""
+    flat = _alive((*grads, *tensors))
+    smooth = [x is not None and x.is_floating_point() for x in flat]
 
-    def first_order(grad: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(g for g in pull_back(reference, grad, inputs, wanted) if g is not None)
+    def first_order(*leaves: Tensor) -> tuple[Tensor, ...]:
+        left = iter(leaves)
+        full = [next(left) if y else x for x, y in zip(flat, smooth, strict=True)]
+        found = call(full[: len(grads)], full[len(grads) :])
+        return tuple(g for g in found if g is not None)
 
-    _, pull = vjp(first_order, alive(grad), *map(alive, inputs))  # type: ignore[misc]
-    return tuple(pull(tuple(c for c, want in zip(cotangents, wanted, strict=True) if want)))
+    leaves = [x for x, y in zip(flat, smooth, strict=True) if y]
+    out, pull = vjp(first_order, *leaves)  # type: ignore[misc]
+    full = [torch.zeros_like(x) if c is None else c for x, c in zip(out, cotangents, strict=True)]
+    pulled = iter(pull(tuple(full)))
+    return tuple(next(pulled) if y else None for y in smooth)
+
+
+def _alive(tensors: Sequence[Tensor | None]) -> list[Any]:
+    return [x if x is None else alive(x) for x in tensors]

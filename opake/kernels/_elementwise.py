@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ def elementwise(
     """
     first = inputs[0]
     allocate = not any(isinstance(x, Tensor) for x in outputs)
-    if allocate and _alike(inputs):
+    if allocate and _alike(first.shape, tuple([x.stride() for x in inputs])):
         # None of the outputs is a tensor, so each is a dtype or None.
         found = [x if x is None else torch.empty_like(first, dtype=x) for x in outputs]  # type: ignore[arg-type]
         _run(launch, [*inputs, *found], 1, first.numel(), None)
@@ -44,12 +45,12 @@ def elementwise(
     ]
     if not first.numel():
         return found
-    view = _matrix([*inputs, *found])
+    view = _matrix_of([*inputs, *found])
     if view is None:
         inputs = [x.contiguous() for x in inputs]
         if allocate:
             return elementwise(launch, inputs, outputs)
-        view = _matrix([*inputs, *found])
+        view = _matrix_of([*inputs, *found])
         assert view is not None, "a tensor to write to must be a matrix of contiguous rows"
     _run(launch, [*inputs, *found], *view)
     return found
@@ -75,33 +76,40 @@ def _run(
     launch(grid, tensors, integers, (height, width), tile.warps)
 
 
-def _alike(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether the tensors fill their memory without gaps, all in the same order."""
-    for x in tensors:
-        if not x.is_contiguous():
-            break
-    else:
+Strides = tuple[int, ...]
+
+
+@lru_cache(4096)
+def _alike(shape: Sequence[int], strides: tuple[Strides, ...]) -> bool:
+    """Tell whether tensors fill their memory without gaps, all in the same order."""
+    if all(_contiguous(shape, stride) for stride in strides):
         return True
-    stride, shape = tensors[0].stride(), tensors[0].shape
-    if any(x.stride() != stride for x in tensors):
+    stride = strides[0]
+    if any(other != stride for other in strides):
         return False
     order = sorted(range(len(shape)), key=lambda i: (stride[i], shape[i]), reverse=True)
     return _contiguous([shape[i] for i in order], [stride[i] for i in order])
 
 
-def _matrix(tensors: Sequence[Tensor | None]) -> tuple[int, int, tuple[int, ...]] | None:
-    """Rows, columns and row strides of all tensors seen as matrices of contiguous rows."""
+def _matrix_of(tensors: Sequence[Tensor | None]) -> tuple[int, int, Strides] | None:
     shape = next(x.shape for x in tensors if x is not None)
+    return _matrix(shape, tuple([None if x is None else x.stride() for x in tensors]))
+
+
+@lru_cache(4096)
+def _matrix(
+    shape: torch.Size, strides: tuple[Strides | None, ...]
+) -> tuple[int, int, Strides] | None:
+    """Rows, columns and row strides of all tensors seen as matrices of contiguous rows."""
     for split in range(len(shape) - 1, -1, -1):
-        strides = [0 if x is None else _row_stride(x, split) for x in tensors]
-        if None not in strides:
-            return shape[:split].numel(), shape[split:].numel(), tuple(strides)  # type: ignore[arg-type]
+        rows = [0 if stride is None else _row_stride(shape, stride, split) for stride in strides]
+        if None not in rows:
+            return shape[:split].numel(), shape[split:].numel(), tuple(rows)  # type: ignore[arg-type]
     return None
 
 
-def _row_stride(x: Tensor, split: int) -> int | None:
+def _row_stride(shape: Sequence[int], stride: Strides, split: int) -> int | None:
     """The distance of rows, the dimensions from ``split`` on; None where there is not just one."""
-    shape, stride = x.shape, x.stride()
     if not _contiguous(shape[split:], stride[split:]):
         return None
     outer = [(size, step) for size, step in zip(shape, stride, strict=True)][:split]

@@ -75,20 +75,48 @@ class Draw:
             values: Tensor = torch.randn(tuple(sizes), generator=generator) * scale
             return values.to(self.device, dtype)
 
+        return self._laid_out(shape, normal, dtype)
+
+    def indices(
+        self,
+        shape: Sequence[int],
+        high: int,
+        *,
+        low: int = 0,
+        dtypes: Sequence[torch.dtype] = (torch.int64, torch.int32),
+    ) -> Tensor:
+        """Draw whole numbers from ``low`` to ``high`` - 1, laid out as :meth:`tensor` does."""
+        dtype = self.choice(dtypes)
+        generator = torch.Generator().manual_seed(self.integer(0, 2**31 - 1))
+
+        def whole(sizes: Sequence[int]) -> Tensor:
+            values = torch.randint(low, max(high, low + 1), tuple(sizes), generator=generator)
+            return values.to(self.device, dtype)
+
+        return self._laid_out(shape, whole, dtype)
+
+    def _laid_out(
+        self, shape: Sequence[int], filled: Callable[[Sequence[int]], Tensor], dtype: torch.dtype
+    ) -> Tensor:
+        def make(sizes: Sequence[int]) -> Tensor:
+            if self.device == "meta":  # of any size, then, as there are no numbers
+                return torch.empty(tuple(sizes), dtype=dtype, device="meta")
+            return filled(sizes)
+
         layout = self.choice(["contiguous", "permuted", "sliced", "strided", "offset", "expanded"])
         sizes = list(shape)
         if not sizes or layout == "contiguous":
-            return normal(sizes)
+            return make(sizes)
         axis = self.integer(0, len(sizes) - 1)
         if layout == "permuted":
-            return normal([sizes[axis], *sizes[:axis], *sizes[axis + 1 :]]).movedim(0, axis)
+            return make([sizes[axis], *sizes[:axis], *sizes[axis + 1 :]]).movedim(0, axis)
         if layout == "sliced":
-            return normal([*sizes[:-1], 2 * sizes[-1]])[..., sizes[-1] :]
+            return make([*sizes[:-1], 2 * sizes[-1]])[..., sizes[-1] :]
         if layout == "strided":
             sizes[axis] *= 2
-            return normal(sizes)[(slice(None),) * axis + (slice(None, None, 2),)]
+            return make(sizes)[(slice(None),) * axis + (slice(None, None, 2),)]
         if layout == "offset":
             size = torch.Size(sizes).numel()
-            return normal([size + 1])[1:].view(sizes)
+            return make([size + 1])[1:].view(sizes)
         sizes[axis] = 1
-        return normal(sizes).expand(tuple(shape))
+        return make(sizes).expand(tuple(shape))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +30,9 @@ FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16))
 """What kernels compute, in fp32. fp64 and complex numbers are left to the reference."""
 
 Decision = tuple[bool, str]
+T = TypeVar("T")
 
+SEVERAL_DEVICES = "the inputs are on several devices"
 _YES: Decision = (True, "")
 _DTYPES = FLOATS | {torch.int32, torch.int64}
 _TYPES = frozenset((Tensor, nn.Parameter))
@@ -115,55 +118,76 @@ def decide(
     """Tell whether ``op`` should run its kernels on these arguments, and if not, why."""
     if torch._C._is_tracing():
         return False, "torch.jit.trace records operators"
-    tensors = list(_tensors((*args, *kwargs.values())))
-    if not tensors:
+    found: list[Tensor] = []
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        if type(x) in _TYPES:
+            found.append(x)
+        elif isinstance(x, (Tensor, tuple, list)):
+            found += tensors((x,))
+    if not found:
         return False, "there is no tensor among the inputs"
-    device = tensors[0].device
-    inference = torch.is_inference_mode_enabled()
-    if inference and torch._C._are_functorch_transforms_active():
-        return False, "functorch in inference mode goes through the reference"
-    for x in tensors:
-        if type(x) not in _TYPES:
-            return False, f"an input is a {type(x).__name__}"
-        if x.is_nested or x.layout is not torch.strided:
-            return False, "an input is nested or sparse"
-        if x.device != device:
-            return False, "the inputs are on several devices"
-        if x.dtype not in _DTYPES:
-            return False, f"{x.dtype} is computed by the reference"
-        if not inference and _physical(x).is_inference():  # autograd would not save it
-            return False, "an input is an inference tensor"
-    here = available(device)
+    device = found[0].device
+    if not _ordinary(found, device) and (reason := _unlike(found, device)):
+        return False, reason
+    here = _here(device, found)
     if not here[0]:
         return here
-    if device.type == "cpu" and any(x.dtype == torch.bfloat16 for x in tensors):
-        from opake.kernels._triton import interprets_bfloat16
-
-        if not interprets_bfloat16():
-            return False, "Triton's interpreter does not round to bfloat16"
     if forward_ad._current_level >= 0:
         return False, "forward-mode differentiation goes through the reference"
     if reason := op.fits(*args, **kwargs):
         return False, reason
-    return _pays(op, tensors, device, min_elements)
+    return _pays(op, found, device, min_elements)
 
 
-def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+def _here(device: torch.device, found: list[Tensor]) -> Decision:
+    """Tell whether kernels run where these tensors are."""
+    if device.type == "cuda" and not torch.cuda._is_in_bad_fork():
+        return _on_device(device)  # initialized, as there is a tensor
+    here = available(device)
+    if here[0] and device.type == "cpu" and any(x.dtype == torch.bfloat16 for x in found):
+        from opake.kernels._triton import interprets_bfloat16
+
+        if not interprets_bfloat16():
+            return False, "Triton's interpreter does not round to bfloat16"
+    return here
+
+
+def _unlike(found: list[Tensor], device: torch.device) -> str:
+    """Say what is not ordinary about the inputs; mapped and tracked ones are."""
+    inference = torch.is_inference_mode_enabled()
+    if inference and torch._C._are_functorch_transforms_active():
+        return "functorch in inference mode goes through the reference"
+    for x in found:
+        if type(x) not in _TYPES:
+            return f"an input is a {type(x).__name__}"
+        if x.is_nested or x.layout is not torch.strided:
+            return "an input is nested or sparse"
+        if x.device != device:
+            return SEVERAL_DEVICES
+        if x.dtype not in _DTYPES:
+            return f"{x.dtype} is computed by the reference"
+        if not inference and _physical(x).is_inference():  # autograd would not save it
+            return "an input is an inference tensor"
+    return ""
+
+
+def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments, those in lists and tuples too."""
     for x in args:
         if isinstance(x, Tensor):
             yield x
         elif isinstance(x, (tuple, list)):
-            yield from _tensors(x)
+            yield from tensors(x)
 
 
-def _pays(
-    op: Op, tensors: list[Tensor], device: torch.device, min_elements: int | None
-) -> Decision:
+def _pays(op: Op, found: list[Tensor], device: torch.device, min_elements: int | None) -> Decision:
     if min_elements is None and _layers:
         min_elements = _layers[-1][0]
     if min_elements is None:
         min_elements = _measured(op, device)
-    for x in tensors:
+    if not min_elements:
+        return _YES
+    for x in found:
         if x.numel() >= min_elements or _physical(x).numel() >= min_elements:
             return _YES
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -192,3 +216,70 @@ def _physical(x: Tensor) -> Tensor:
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
+
+
+# ---- whose memory a kernel may read
+
+
+def launchable(given: Sequence[Any]) -> bool:
+    """Tell whether a kernel may read the memory of these tensors; what is no tensor is skipped.
+
+    It may not where that is not all there is to them (functorch levels, negated views, zero and
+    fake tensors, subclasses) or where somebody records operators, who would miss the launch.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        return False
+    for x in given:
+        if type(x) in _TYPES:
+            keys = _dispatch_keys(x).raw_repr()
+            if keys not in _seen and keys not in _plain_keys(x.device.type):
+                return False
+            if x.dtype not in _DTYPES:
+                return False
+            _seen.add(keys)
+        elif isinstance(x, Tensor):
+            return False
+    return True
+
+
+def _ordinary(found: list[Tensor], device: torch.device) -> bool:
+    """Tell at once, for most calls, what :func:`_unlike` would find after asking one by one."""
+    plain = _grad_keys(device.type)
+    for x in found:
+        if type(x) not in _TYPES or _dispatch_keys(x).raw_repr() != plain:
+            return False
+        if x.dtype not in _DTYPES or x.device != device:
+            return False
+    return True
+
+
+_dispatch_keys = torch._C._dispatch_keys
+
+
+_seen: set[int] = set()  # dispatch keys of tensors that were found ordinary
+
+
+@cache
+def _grad_keys(device: str) -> int:
+    """The dispatch keys of tensors that were made outside of inference mode."""
+    if device not in ("cpu", "cuda"):
+        return -1  # nobody's; no kernel runs there
+    return apart(lambda: _keys(device, False))
+
+
+@cache
+def _plain_keys(device: str) -> tuple[int, int]:
+    """The dispatch keys of ordinary tensors, outside and inside of inference mode."""
+    keys = _grad_keys(device)
+    return (keys, apart(lambda: _keys(device, True)) if keys >= 0 else keys)
+
+
+def _keys(device: str, inference: bool) -> int:
+    with torch.inference_mode(inference):
+        return int(_dispatch_keys(torch.empty(0, device=device)).raw_repr())
+
+
+def apart(function: Callable[[], T]) -> T:
+    """Call ``function`` on a thread of its own, where no transform and no mode is active."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()

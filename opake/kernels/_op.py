@@ -13,14 +13,15 @@ import torch
 from opake._lock import LOCK
 from opake.errors import InvalidArgument
 from opake.kernels._examples import Call, Draw, Shape
-from opake.kernels._guard import Decision, decide
+from opake.kernels._guard import SEVERAL_DEVICES, Decision, decide, tensors
 
 if TYPE_CHECKING:
     from opake.kernels._triton import Launch
 
 
 def _fits(*args: Any, **kwargs: Any) -> str:
-    return ""
+    floats = all(x.is_floating_point() for x in args if isinstance(x, torch.Tensor))
+    return "" if floats else "integers are left to the reference"
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +34,8 @@ class Op:
         reference: plain, differentiable PyTorch with the same signature.
         fused: the kernels, both passes, right under every functorch transform.
         examples: draws a call for the tests; every kind of input that is allowed.
-        fits: names what in the arguments the kernels cannot compute, ``""`` if nothing.
+        fits: names what in the arguments the kernels cannot compute, ``""`` if nothing; by default
+            integers.
         benchmarks: the shapes to time.
         launches: the kernels, for tuning.
         crossover: by architecture (``"sm_90"``), elements from which both passes end no later than
@@ -52,11 +54,19 @@ class Op:
     crossover: dict[str, int] = field(default_factory=dict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the kernels if they can and should, the reference otherwise."""
+        """Run the kernels if they can and should, the reference otherwise.
+
+        Raises:
+            InvalidArgument: the inputs are on several devices.
+        """
         if torch.compiler.is_compiling():
             return self.reference(*args, **kwargs)
-        if decide(self, args, kwargs, None)[0]:
+        runs, reason = decide(self, args, kwargs, None)
+        if runs:
             return self.fused(*args, **kwargs)
+        if reason is SEVERAL_DEVICES:
+            found = ", ".join(str(x.device) for x in tensors((*args, *kwargs.values())))
+            raise InvalidArgument(f"{self.name} needs its inputs on one device; found {found}")
         record(self.name, "reference")
         return self.reference(*args, **kwargs)
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from opake.kernels._guard import FLOATS, architecture
+from opake.kernels._guard import apart, architecture
 
 try:
     import triton  # type: ignore[import-untyped]
@@ -25,12 +24,9 @@ __all__ = [
     "Tile",
     "interprets_bfloat16",
     "jit",
-    "launchable",
     "power_of_two",
     "tl",
 ]
-
-T = TypeVar("T")
 
 INTERPRETED = triton is not None and not isinstance(tl.sigmoid, triton.JITFunction)
 """Whether triton was imported with TRITON_INTERPRET=1. Its own library is bound to one of the two
@@ -53,24 +49,25 @@ class Tile:
 class Launch:
     """A kernel and how it is launched.
 
-    The kernel's parameters are pointers, then integers, then constants. Triton analyses the
-    arguments of every launch, which takes longer than a small kernel runs; here the compiled
-    kernel is looked up by what the arguments were: dtypes, integers and constants.
+    The kernel's parameters are pointers, then integers, then floats, then constants. Triton
+    analyses the arguments of every launch, which takes longer than a small kernel runs; here the
+    compiled kernel is looked up by what the arguments were: dtypes, integers and constants.
 
     Args:
         kernel: the jitted function.
-        tiles: the program sizes by architecture, ``""`` for all others.
+        tiles: the program sizes (a ``Tile``, or what else the kernel's launcher takes) by
+            architecture, ``""`` for all others.
         sweep: the sizes among which a tuning run chooses.
     """
 
-    def __init__(self, kernel: Any, tiles: dict[str, Tile], sweep: Sequence[Tile] = ()) -> None:
+    def __init__(self, kernel: Any, tiles: dict[str, Any], sweep: Sequence[Any] = ()) -> None:
         self.kernel = kernel
         self.tiles = tiles
         self.sweep = tuple(sweep)
         self._compiled: dict[Any, Any] = {}
 
-    def tile(self, device: torch.device, elements: int) -> Tile:
-        """The program size for a tensor of that many elements."""
+    def tile(self, device: torch.device, elements: int) -> Any:
+        """The program size for a tensor of that many elements; on the CPU always a ``Tile``."""
         if device.type == "cpu":
             # Interpreted programs take a millisecond each, whatever their size.
             return Tile(max(64, power_of_two(-(-elements // 8))), 1)
@@ -83,19 +80,17 @@ class Launch:
         integers: tuple[int, ...],
         constants: tuple[Any, ...],
         warps: int,
+        floats: tuple[float, ...] = (),
     ) -> None:
         """Run the kernel on the current stream of the first tensor's device."""
-        first = tensors[0]
-        assert first is not None
-        if not first.is_cuda:
-            self._interpret(grid, (*tensors, *integers, *constants))
-            return
-        device = first.device.index
-        if device == torch.cuda.current_device():
-            self._launch(device, grid, tensors, integers, constants, warps)
+        device = tensors[0].get_device()  # type: ignore[union-attr]
+        if device < 0:
+            self._interpret(grid, (*tensors, *integers, *floats, *constants))
+        elif device == torch._C._cuda_getDevice():
+            self._launch(device, grid, tensors, integers, constants, warps, floats)
         else:
             with torch.cuda.device(device):
-                self._launch(device, grid, tensors, integers, constants, warps)
+                self._launch(device, grid, tensors, integers, constants, warps, floats)
 
     def _interpret(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         import numpy as np
@@ -111,25 +106,38 @@ class Launch:
         integers: tuple[int, ...],
         constants: tuple[Any, ...],
         warps: int,
+        floats: tuple[float, ...],
     ) -> None:
-        pointers, together = [], 0
+        pointers: list[int | None] = []
+        dtypes: list[torch.dtype | None] = []
+        together = 0
         for x in tensors:
-            pointer = None if x is None else x.data_ptr()
-            pointers.append(pointer)
-            together |= pointer or 0
-        aligned = not together & 15
-        dtypes = tuple([None if x is None else x.dtype for x in tensors])
-        key = (device, dtypes, integers, constants, warps)
-        compiled = self._compiled.get(key) if aligned else None
+            if x is None:
+                pointers.append(None)
+                dtypes.append(None)
+            else:
+                pointer = x.data_ptr()
+                pointers.append(pointer)
+                dtypes.append(x.dtype)
+                together |= pointer
+        key = (device, *dtypes, integers, constants, warps)
+        compiled = None if together & 15 else self._compiled.get(key)
         if compiled is not None:
             stream = torch._C._cuda_getCurrentRawStream(device)
-            compiled[grid](*pointers, *integers, *constants, stream=stream)
+            args = (*pointers, *integers, *floats, *constants)
+            runtime = triton.knobs.runtime
+            if runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls:
+                compiled[grid](*args, stream=stream)  # what a profiler asks to be told
+                return
+            compiled.run(
+                *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args
+            )
             return
         # Said aloud, since Triton's default for fusing into FMAs is about to change.
         options = {"num_warps": warps, "enable_fp_fusion": True}
-        compiled = self.kernel[grid](*tensors, *integers, *constants, **options)
+        compiled = self.kernel[grid](*tensors, *integers, *floats, *constants, **options)
         # Triton also looks at 16-byte alignment, which most tensors have, and on ROCm at sizes.
-        if aligned and torch.version.hip is None:
+        if not together & 15 and torch.version.hip is None:
             if len(self._compiled) >= _MOST:
                 self._compiled.clear()
             self._compiled[key] = compiled
@@ -161,47 +169,4 @@ def interprets_bfloat16() -> bool:
         _to_bfloat16_kernel[(1,)](x, out)
         return torch.equal(out, x.bfloat16())
 
-    return _apart(rounds)
-
-
-def _apart(function: Callable[[], T]) -> T:
-    """Call ``function`` on a thread of its own, where no transform and no mode is active."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
-_TYPES = frozenset((Tensor, nn.Parameter))
-
-
-def launchable(*tensors: Tensor) -> bool:
-    """Tell whether a kernel may read these tensors' memory.
-
-    It may not where that is not all there is to them (functorch levels, negated views, zero and
-    fake tensors, subclasses) or where somebody records operators, who would miss the launch.
-    """
-    if torch._C._len_torch_dispatch_stack():
-        return False
-    for x in tensors:
-        if type(x) not in _TYPES or x.dtype not in FLOATS:
-            return False
-        if _dispatch_keys(x).raw_repr() not in _plain_keys(x.is_cuda):
-            return False
-    return True
-
-
-_dispatch_keys = torch._C._dispatch_keys
-
-
-@cache
-def _plain_keys(cuda: bool) -> frozenset[int]:
-    """The dispatch keys of ordinary tensors, inside and outside of inference mode."""
-
-    def keys() -> frozenset[int]:
-        found = []
-        for inference in (False, True):
-            with torch.inference_mode(inference):
-                x = torch.empty(0, device="cuda" if cuda else "cpu")
-            found.append(_dispatch_keys(x).raw_repr())
-        return frozenset(found)
-
-    return _apart(keys)
+    return apart(rounds)

@@ -1,0 +1,230 @@
+"""Other implementations under the names and arguments of our operators; none is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+Functions = dict[str, list[Callable[..., Any]]]  # where there are several, one of them is right
+IGNORED = -100
+
+
+def _plain(**options: Any) -> None:
+    """Refuse options that a peer has no word for."""
+    for name, value in options.items():
+        if isinstance(value, Tensor) or value not in (None, 0.0, 1.0, False):
+            raise NotImplementedError(f"no {name}")
+
+
+def _halves(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda gate_up: function(*gate_up.chunk(2, -1))
+
+
+def torch_functions() -> Functions:
+    """PyTorch's own fused operators; where it has none, its shortest spelling."""
+
+    def rms_norm(x: Tensor, weight: Any = None, eps: float = 1e-6, **options: Any) -> Tensor:
+        options.pop("casting_mode", None)
+        _plain(**options)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def fused_add_rms_norm(
+        x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return rms_norm(total, weight, eps, **options), total
+
+    def layer_norm(x: Tensor, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+    def gated(activation: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        return lambda gate, up: activation(gate) * up
+
+    return _gated_functions(
+        swiglu=gated(F.silu),
+        geglu_exact=gated(F.gelu),
+        geglu_tanh=gated(lambda x: F.gelu(x, approximate="tanh")),
+    ) | {
+        "rms_norm": [rms_norm],
+        "fused_add_rms_norm": [fused_add_rms_norm],
+        "layer_norm": [layer_norm],
+        "cross_entropy": [_torch_cross_entropy],
+        "embedding": [lambda ids, weight, padding_idx=None: F.embedding(ids, weight, padding_idx)],
+    }
+
+
+def _torch_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = IGNORED,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    **options: Any,
+) -> Tensor:
+    _plain(logit_scale=logit_scale - 1.0, **options)
+    return F.cross_entropy(
+        logits,
+        labels.long(),
+        class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+def _gated_functions(**functions: Callable[..., Any]) -> Functions:
+    """Gated activations, from two tensors and from one that holds both halves."""
+    packed = {f"{name}_packed": [_halves(function)] for name, function in functions.items()}
+    return {name: [function] for name, function in functions.items()} | packed
+
+
+def liger_functions() -> Functions:
+    """The functional interface of liger-kernel."""
+    from liger_kernel.ops import LigerEmbeddingFunction
+    from liger_kernel.transformers import functional as liger
+
+    def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+        options.pop("unsqueeze_dim", None)
+        _plain(**options)
+        cos, sin = (x if x.dim() == 3 else x[None] for x in (cos, sin))
+        return liger.liger_rope(q, k, cos, sin)
+
+    gated = _gated_functions(swiglu=liger.liger_swiglu, geglu_tanh=liger.liger_geglu)
+    losses = _liger_losses(liger, LigerEmbeddingFunction)
+    return gated | _liger_norms(liger) | losses | {"rope": [rope]}
+
+
+def _liger_norms(liger: Any) -> Functions:
+    def norm(
+        x: Tensor,
+        weight: Tensor,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+    ) -> Tensor:
+        return liger.liger_rms_norm(x, weight, eps, offset, casting_mode)
+
+    def add_norm(
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float = 1e-6,
+        *,
+        offset: float = 0.0,
+        casting_mode: str = "llama",
+    ) -> Any:
+        return liger.liger_fused_add_rms_norm(x, residual, weight, eps, offset, casting_mode)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+        return liger.liger_layer_norm(x, weight, bias, eps)
+
+    return {
+        "rms_norm": [norm],
+        "fused_add_rms_norm": [add_norm],
+        "layer_norm": [layer_norm],
+    }
+
+
+def _liger_losses(liger: Any, embed: Any) -> Functions:
+    def cross_entropy(
+        logits: Tensor,
+        labels: Tensor,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = IGNORED,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        z_loss: float = 0.0,
+        **options: Any,
+    ) -> Tensor:
+        _plain(logit_scale=logit_scale - 1.0, **options)
+        return liger.liger_cross_entropy(
+            logits,
+            labels,
+            class_weight,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            softcap=softcap,
+            lse_square_scale=z_loss,
+        )
+
+    def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        _plain(padding_idx=padding_idx)
+        return embed.apply(weight, ids)
+
+    return {"cross_entropy": [cross_entropy], "embedding": [embedding]}
+
+
+def seed_functions() -> Functions:
+    """The published opake-patches."""
+    import opake
+
+    if (ROOT / "opake") in [Path(p).resolve() for p in opake.__path__]:
+        raise ImportError("opake is this repository, not opake-patches: PYTHONPATH must leave it")
+    from opake.patches import kernels as seed
+
+    return _gated_functions(
+        swiglu=seed.opake_swiglu,
+        geglu_exact=seed.opake_geglu_exact,
+        geglu_tanh=seed.opake_geglu_approx,
+    ) | {
+        "rms_norm": [seed.opake_rms_norm],
+        "fused_add_rms_norm": [seed.opake_fused_add_rms_norm],
+        "rope": _seed_ropes(seed),
+        "cross_entropy": [_seed_cross_entropy(seed)],
+    }
+
+
+def _seed_ropes(seed: Any) -> list[Callable[..., Any]]:
+    """One for each table that it may take, which is not documented."""
+
+    def rope(shape: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
+            options.pop("unsqueeze_dim", None)
+            _plain(**options)
+            return seed.opake_rope_qk(q, k, shape(cos), shape(sin))
+
+        return rope
+
+    def width(x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1])
+
+    def half(x: Tensor) -> Tensor:
+        return width(x)[:, : x.shape[-1] // 2].contiguous()
+
+    return [rope(lambda x: x), rope(width), rope(half)]
+
+
+def _seed_cross_entropy(seed: Any) -> Callable[..., Any]:
+    def cross_entropy(
+        logits: Tensor,
+        labels: Tensor,
+        *,
+        ignore_index: int = IGNORED,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        **options: Any,
+    ) -> Tensor:
+        _plain(ignore_index=ignore_index - IGNORED, **options)
+        scale = 0 if logit_scale == 1.0 else logit_scale
+        loss = seed.opake_cross_entropy_loss(logits, labels, softcap or 0, scale, label_smoothing)
+        if reduction == "none":
+            return loss
+        total = loss.sum()
+        return total / (labels != IGNORED).sum() if reduction == "mean" else total
+
+    return cross_entropy

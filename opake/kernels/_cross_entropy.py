@@ -1,0 +1,350 @@
+"""The arguments and the kernels of the cross entropy, for (groups, rows, classes) of logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opake.errors import InvalidArgument, InvalidType
+from opake.kernels._triton import jit, tl
+
+__all__ = [
+    "bend",
+    "cross_entropy_bwd_kernel",
+    "cross_entropy_fwd_kernel",
+    "cross_entropy_reduce_kernel",
+    "find_group",
+    "load_labels",
+    "validate",
+]
+
+
+def validate(
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    reduction: str,
+    label_smoothing: float,
+    softcap: float | None,
+    num_items: float | Tensor | None,
+) -> None:
+    """Refuse what :func:`opake.kernels.cross_entropy` says it does."""
+    if not logits.dim() or not logits.shape[-1]:
+        raise InvalidArgument(f"logits are (..., V) with V > 0; found {tuple(logits.shape)}")
+    if labels.dtype not in (torch.int32, torch.int64):
+        raise InvalidType(f"labels are int32 or int64; found {labels.dtype}")
+    if labels.shape != logits.shape[:-1]:
+        shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
+        raise InvalidArgument(f"logits are (..., V) and labels (...); found {shapes}")
+    if class_weight is not None and class_weight.shape != logits.shape[-1:]:
+        raise InvalidArgument(
+            f"class_weight has one number for each of {logits.shape[-1]} classes; "
+            f"found {tuple(class_weight.shape)}"
+        )
+    if reduction not in ("mean", "sum", "none"):
+        raise InvalidArgument(f"reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise InvalidArgument(f"label_smoothing is in [0, 1]; found {label_smoothing}")
+    if softcap is not None and not softcap > 0:
+        raise InvalidArgument(f"softcap is positive or None; found {softcap}")
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise InvalidArgument(f"num_items is what a mean divides by; found {reduction!r}")
+    if isinstance(num_items, Tensor) and num_items.dim():
+        raise InvalidArgument(f"num_items is one number; found {tuple(num_items.shape)}")
+
+
+@jit
+def find_group():  # type: ignore[no-untyped-def]
+    """Return the program's group, int64, which the grid's last two axes count."""
+    return tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+
+
+@jit
+def load_labels(ptr, exists, classes, ignore_index):  # type: ignore[no-untyped-def]
+    """Return labels, int32, -1 where there is no loss; and where they are ignored."""
+    label = tl.load(ptr, mask=exists, other=ignore_index).to(tl.int64)
+    ignored = label == ignore_index
+    used = exists & (label >= 0) & (label < classes) & (label != ignore_index)
+    return tl.where(used, label, -1).to(tl.int32), ignored
+
+
+@jit
+def bend(x, scale, softcap, scaled: tl.constexpr, capped: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Scale and cap fp32 logits; returns the cap's slope too.
+
+    With a cap, ``scale`` is already divided by it.
+    """
+    if scaled or capped:
+        x = x * scale
+    slope = x
+    if capped:
+        size = tl.abs(x)
+        decay = tl.exp2(size * -2.885390081777927)  # exp(-2 |x|)
+        far = (1.0 - decay) / (1.0 + decay)
+        far = tl.where(x < 0, -far, far)
+        # That cancels near zero; this polynomial, fitted to tanh there, is off by 1e-8 of it.
+        square = x * x
+        near = -0.05387514 + square * (0.02111621 - 0.00627639 * square)
+        near = -0.33333330 + square * (0.13332924 + square * near)
+        x = softcap * tl.where(size < 0.6, x + x * square * near, far)
+        slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
+    return x, slope
+
+
+@jit
+def _online(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weight_ptr,
+    label,
+    origin,
+    classes,
+    scale,
+    softcap,
+    scaled: tl.constexpr,
+    capped: tl.constexpr,
+    smooth: tl.constexpr,
+    aligned: tl.constexpr,
+    block_rows: tl.constexpr,
+    lanes: tl.constexpr,
+    width: tl.constexpr,
+):
+    """Read rows once; per row: maximum, sum of exponentials, and the sums that smoothing needs.
+
+    Every lane keeps its own maximum and sum, and ``width`` logits share one correction of the sum:
+    it takes one exponential a logit, and no two lanes meet before the end.
+    """
+    lane, part = tl.arange(0, lanes)[None, :, None], tl.arange(0, width)[None, None, :]
+    tile = lane * width + part if aligned else part * lanes + lane
+    top = tl.full((block_rows, lanes), float("-inf"), tl.float32)
+    total = tl.zeros((block_rows, lanes), tl.float32)
+    spread = tl.zeros((block_rows, lanes), tl.float32)
+    weights = tl.zeros((block_rows, lanes), tl.float32)
+    used = (label >= 0)[:, None, None]
+    for start in range(0, tl.max(tl.where(label >= 0, classes, 0), 0), lanes * width):
+        col = start + tile
+        mask = used & (col < classes)
+        x = tl.load(x_ptr[:, None, None] + col, mask=mask, other=float("-inf")).to(tl.float32)
+        x, _ = bend(x, scale, softcap, scaled, capped)
+        if scaled or capped:
+            x = tl.where(mask, x, float("-inf"))
+        above = tl.maximum(top, tl.max(x, 2))
+        finite = tl.where(above == float("-inf"), 0.0, above)
+        total *= tl.exp2((top - finite) * 1.4426950408889634)
+        total += tl.sum(tl.exp2((x - finite[:, :, None]) * 1.4426950408889634), 2)
+        top = above
+        if smooth:
+            excess = tl.where(mask, x - origin[:, None, None], 0.0)
+            if weight_ptr is not None:
+                w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
+                weights += tl.sum(w, 2)
+                excess = tl.where(mask, excess * w, 0.0)
+            spread += tl.sum(excess, 2)
+    above = tl.max(top, 1)
+    above = tl.where(above == float("-inf"), 0.0, above)
+    total = tl.sum(total * tl.exp2((top - above[:, None]) * 1.4426950408889634), 1)
+    return above, total, tl.sum(spread, 1), tl.sum(weights, 1)
+
+
+@jit
+def cross_entropy_fwd_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    labels_ptr,
+    weight_ptr,
+    loss_ptr,
+    stats_ptr,
+    groups,
+    rows,
+    classes,
+    logits_group,
+    logits_row,
+    labels_group,
+    labels_row,
+    weight_group,
+    ignore_index,
+    scale,
+    softcap,
+    hard,
+    soft,
+    z_loss,
+    scaled: tl.constexpr,
+    capped: tl.constexpr,
+    smooth: tl.constexpr,
+    squared: tl.constexpr,
+    aligned: tl.constexpr,
+    block_rows: tl.constexpr,
+    lanes: tl.constexpr,
+    width: tl.constexpr,
+):
+    """Loss of every token, and for the backward pass: maximum, sum, and sum of weights."""
+    group = find_group()
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    exists = row < tl.where(group < groups, rows, 0)
+    labels_ptr += group * labels_group + row * labels_row
+    label, ignored = load_labels(labels_ptr, exists, classes, ignore_index)
+    used = label >= 0
+    logits_ptr += group * logits_group + row * logits_row
+    target = tl.load(logits_ptr + label, mask=used, other=0.0).to(tl.float32)
+    target, _ = bend(target, scale, softcap, scaled, capped)
+    # Logits are summed above the target's, lest their mean cancels; but not above an infinite one.
+    origin = tl.where(tl.abs(target) < float("inf"), target, 0.0)
+    factor = tl.full((block_rows,), 1.0, tl.float32) * hard
+    if weight_ptr is not None:
+        weight_ptr += group * weight_group
+        factor *= tl.load(weight_ptr + label, mask=used, other=0.0).to(tl.float32)
+    above, total, spread, weights = _online(
+        logits_ptr,
+        weight_ptr,
+        label,
+        origin,
+        classes,
+        scale,
+        softcap,
+        scaled,
+        capped,
+        smooth,
+        aligned,
+        block_rows,
+        lanes,
+        width,
+    )
+    log_total = tl.log(total)
+    # The target's distance from the maximum is exact where lse - target would cancel.
+    loss = factor * (above - target + log_total)
+    if smooth:
+        if weight_ptr is None:
+            weights += classes
+        loss += soft * (weights * (above - origin + log_total) - spread)
+    if squared:
+        lse = above + log_total
+        loss += z_loss * lse * lse
+    loss = tl.where(used, loss, tl.where(ignored, 0.0, float("nan")))
+    at = group * rows + row
+    tl.store(loss_ptr + at, loss, mask=exists)
+    tl.store(stats_ptr + at * 3, above, mask=exists)
+    tl.store(stats_ptr + at * 3 + 1, total, mask=exists)
+    if smooth:
+        tl.store(stats_ptr + at * 3 + 2, weights, mask=exists)
+
+
+@jit
+def cross_entropy_reduce_kernel(  # type: ignore[no-untyped-def]
+    loss_ptr,
+    labels_ptr,
+    weight_ptr,
+    items_ptr,
+    out_ptr,
+    share_ptr,
+    rows,
+    classes,
+    labels_group,
+    labels_row,
+    weight_group,
+    items_group,
+    ignore_index,
+    divisor,
+    counted: tl.constexpr,
+    block: tl.constexpr,
+):
+    """Sum a group's losses and divide, by ``divisor`` if it is neither counted nor in memory; a
+    token's share in the result is one over that."""
+    group = tl.program_id(0).to(tl.int64)
+    total = tl.zeros((block,), tl.float32)
+    count = tl.zeros((block,), tl.float32)
+    for start in range(0, rows, block):
+        row = start + tl.arange(0, block).to(tl.int64)
+        exists = row < rows
+        total += tl.load(loss_ptr + group * rows + row, mask=exists, other=0.0)
+        if counted:
+            at = labels_ptr + group * labels_group + row * labels_row
+            label, ignored = load_labels(at, exists, classes, ignore_index)
+            if weight_ptr is not None:
+                at = weight_ptr + group * weight_group + label
+                count += tl.load(at, mask=label >= 0, other=0.0).to(tl.float32)
+            else:
+                count += tl.where(ignored, 0.0, 1.0)
+    if counted:
+        divisor = tl.sum(count, 0)
+    if items_ptr is not None:
+        divisor = tl.load(items_ptr + group * items_group).to(tl.float32)
+    tl.store(out_ptr + group, tl.sum(total, 0) / divisor)
+    tl.store(share_ptr + group, 1.0 / divisor)
+
+
+@jit
+def cross_entropy_bwd_kernel(  # type: ignore[no-untyped-def]
+    grad_ptr,
+    share_ptr,
+    logits_ptr,
+    labels_ptr,
+    weight_ptr,
+    stats_ptr,
+    dlogits_ptr,
+    groups,
+    rows,
+    classes,
+    grad_group,
+    grad_row,
+    logits_group,
+    logits_row,
+    labels_group,
+    labels_row,
+    weight_group,
+    ignore_index,
+    scale,
+    softcap,
+    hard,
+    soft,
+    z_loss,
+    logit_scale,
+    scaled: tl.constexpr,
+    capped: tl.constexpr,
+    smooth: tl.constexpr,
+    squared: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
+):
+    """Write every gradient once; where there is no loss, zeros without reading logits."""
+    group = find_group()
+    blocks = tl.cdiv(classes, block_cols)
+    row = (tl.program_id(0) // blocks).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    col = (tl.program_id(0) % blocks) * block_cols + tl.arange(0, block_cols)[None, :]
+    exists = row < tl.where(group < groups, rows, 0)
+    labels_ptr += group * labels_group + row * labels_row
+    label, _ = load_labels(labels_ptr, exists, classes, ignore_index)
+    used = label >= 0
+    at = group * rows + row
+    above = tl.load(stats_ptr + at * 3, mask=used, other=0.0)
+    total = tl.load(stats_ptr + at * 3 + 1, mask=used, other=1.0)
+    grad = tl.load(grad_ptr + group * grad_group + row * grad_row, mask=used, other=0.0)
+    if share_ptr is not None:
+        grad *= tl.load(share_ptr + group, mask=group < groups, other=0.0)
+    if scaled or capped:
+        grad *= logit_scale
+    target = grad * hard
+    if weight_ptr is not None:
+        weight_ptr += group * weight_group
+        target *= tl.load(weight_ptr + label, mask=used, other=0.0).to(tl.float32)
+
+    inside = col < classes
+    logits_ptr += group * logits_group + row * logits_row
+    x = tl.load(logits_ptr[:, None] + col, mask=used[:, None] & inside, other=0.0)
+    x, slope = bend(x.to(tl.float32), scale, softcap, scaled, capped)
+    p = tl.exp2((x - above[:, None]) * 1.4426950408889634) * (1.0 / total)[:, None]
+    # Each term cancels on its own; together, the largest would round the others away.
+    dlogits = (p - tl.where(col == label[:, None], 1.0, 0.0)) * target[:, None]
+    if smooth:
+        even = p * tl.load(stats_ptr + at * 3 + 2, mask=used, other=0.0)[:, None]
+        if weight_ptr is not None:
+            even -= tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
+        else:
+            even -= 1.0
+        dlogits += even * (grad * soft)[:, None]
+    if squared:
+        lse = above + tl.log(total)
+        dlogits += p * (2.0 * z_loss * lse * grad)[:, None]
+    if capped:
+        dlogits *= slope
+    dlogits = tl.where(used[:, None], dlogits, 0.0).to(dlogits_ptr.dtype.element_ty)
+    tl.store(dlogits_ptr + at[:, None] * classes + col, dlogits, mask=exists[:, None] & inside)

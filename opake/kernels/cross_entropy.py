@@ -1,0 +1,402 @@
+"""Cross entropy: one read of the logits forward, one read and one write backward."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from opake.kernels._autograd import Gradients, fused_function
+from opake.kernels._bounds import check_indices
+from opake.kernels._cross_entropy import (
+    cross_entropy_bwd_kernel,
+    cross_entropy_fwd_kernel,
+    cross_entropy_reduce_kernel,
+    validate,
+)
+from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._layout import grouped
+from opake.kernels._op import Op, register
+from opake.kernels._triton import Launch, Tile, power_of_two
+
+
+class Options(NamedTuple):
+    """What is no tensor; see :func:`cross_entropy`."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+    num_items: float | None = None
+
+
+# ---- reference
+
+
+def cross_entropy_reference(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    """:func:`cross_entropy` in plain PyTorch, which looks at no label's value."""
+    valid = labels != ignore_index
+    used = valid & (labels >= 0) & (labels < logits.shape[-1])
+    # What an ignored token's logits are must not matter, even where they are NaN.
+    x = logits.masked_fill(~used.unsqueeze(-1), 0.0)
+    x = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    x = x * logit_scale if logit_scale != 1.0 else x
+    x = softcap * torch.tanh(x / softcap) if softcap is not None else x
+    log_p = F.log_softmax(x, -1)
+    target = labels.masked_fill(~used, 0).long().unsqueeze(-1)
+    loss = -log_p.gather(-1, target).squeeze(-1)
+    count = valid.to(loss.dtype)
+    if class_weight is not None:
+        class_weight = class_weight.to(loss.dtype)
+        count = class_weight.expand_as(x).gather(-1, target).squeeze(-1).masked_fill(~used, 0.0)
+        loss = loss * count
+    if label_smoothing:
+        spread = log_p if class_weight is None else log_p * class_weight
+        loss = (1 - label_smoothing) * loss - label_smoothing / x.shape[-1] * spread.sum(-1)
+    if z_loss:
+        loss = loss + z_loss * x.logsumexp(-1).square()
+    loss = loss.masked_fill(~valid, 0.0).masked_fill(valid & ~used, math.nan)
+    if reduction == "none":
+        return loss
+    total = loss.sum()
+    if reduction == "sum":
+        return total
+    if isinstance(num_items, Tensor):
+        num_items = num_items.to(total.dtype)
+    return total / (count.sum() if num_items is None else num_items)
+
+
+# ---- launchers
+
+_SWEEP = [Tile(elements, warps) for elements in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
+# Two 16-byte loads of bf16 for every thread: what keeps an H200's memory busy at full occupancy.
+FORWARD = Launch(cross_entropy_fwd_kernel, {"": Tile(8192, 16)}, _SWEEP)
+BACKWARD = Launch(cross_entropy_bwd_kernel, {"": Tile(4096, 8)}, _SWEEP)
+REDUCE = Launch(cross_entropy_reduce_kernel, {"": Tile(1024, 8)})
+
+_SHORT = 1024  # elements: two or three 16-byte loads for each thread of four warps
+_GRID = 1 << 15  # groups along the grid's second axis, of which CUDA allows 65 535
+
+
+def _numbers(options: Options, classes: int) -> tuple[float, ...]:
+    """What multiplies logits, what caps them, shares of the target and of every class, z loss."""
+    scale = options.logit_scale / (options.softcap or 1.0)
+    smoothing = options.label_smoothing
+    return scale, options.softcap or 0.0, 1.0 - smoothing, smoothing / classes, options.z_loss
+
+
+def _flags(options: Options) -> tuple[bool, bool, bool, bool]:
+    """What is asked for at all: scale, cap, smoothing, z loss."""
+    defaults = Options()
+    names = ("logit_scale", "softcap", "label_smoothing", "z_loss")
+    a, b, c, d = (getattr(options, name) != getattr(defaults, name) for name in names)
+    return a, b, c, d
+
+
+def _axes(blocks: int, groups: int) -> tuple[int, int, int]:
+    return blocks, min(groups, _GRID), -(-groups // _GRID)
+
+
+def _height(x: Tensor, tile: Tile, cols: int) -> int:
+    """Rows of a program: few, where they are short, since warps meet for the sum of each."""
+    room = tile.elements if x.device.type == "cpu" else _SHORT
+    return max(1, min(room // cols, power_of_two(x.shape[1])))
+
+
+def _warps(tile: Tile, elements: int) -> int:
+    return max(1, min(tile.warps, elements // 256))
+
+
+class _Inputs(NamedTuple):
+    """The inputs as the kernels take them: groups of rows."""
+
+    logits: Tensor
+    labels: Tensor
+    weight: Tensor | None
+
+    def integers(self) -> tuple[int, ...]:
+        strides = (*self.logits.stride()[:2], *self.labels.stride())
+        return (*strides, 0 if self.weight is None else self.weight.stride(0))
+
+
+def _grouped(batch: int, logits: Tensor, labels: Tensor, weight: Tensor | None) -> _Inputs:
+    x = grouped(logits, batch)
+    ids = labels.reshape(x.shape[:2])
+    return _Inputs(x, ids, None if weight is None else grouped(weight, batch))
+
+
+def _fwd(
+    batch: int,
+    options: Options,
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    inputs = _grouped(batch, logits, labels, class_weight)
+    loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
+    stats = torch.empty((*labels.shape, 3), dtype=torch.float32, device=logits.device)
+    if loss.numel():
+        _launch_fwd(options, inputs, loss, stats)
+    if options.reduction == "none":
+        return loss, stats, None
+    out, share = torch.empty(
+        (2, *labels.shape[:batch]), dtype=torch.float32, device=logits.device
+    ).unbind()
+    if out.numel():
+        _launch_reduce(options, inputs, num_items, loss, out, share)
+    return out, stats, share
+
+
+def _launch_fwd(options: Options, inputs: _Inputs, loss: Tensor, stats: Tensor) -> None:
+    x = inputs.logits
+    groups, rows, classes = x.shape
+    tile = FORWARD.tile(x.device, x.numel())
+    # What lets Triton see that 16-byte loads are allowed, which the mask must not split either.
+    aligned = not (x.data_ptr() | x.stride(0) | x.stride(1) | classes) & 15
+    cols = min(tile.elements, power_of_two(classes))
+    width = min(16 // x.element_size() if aligned else 8, cols)
+    height = _height(x, tile, cols)
+    integers = (groups, rows, classes, *inputs.integers(), options.ignore_index)
+    constants = (*_flags(options), aligned, height, cols // width, width)
+    FORWARD(
+        _axes(-(-rows // height), groups),
+        (*inputs, loss, stats),
+        integers,
+        constants,
+        _warps(tile, height * cols),
+        _numbers(options, classes),
+    )
+
+
+def _launch_reduce(
+    options: Options,
+    inputs: _Inputs,
+    num_items: Tensor | None,
+    loss: Tensor,
+    out: Tensor,
+    share: Tensor,
+) -> None:
+    groups, rows, classes = inputs.logits.shape
+    items = None if num_items is None else num_items.reshape(groups)
+    mean = options.reduction == "mean"
+    counted = mean and items is None and options.num_items is None
+    divisor = options.num_items if mean and options.num_items is not None else 1.0
+    tile = REDUCE.tile(out.device, rows)
+    block = min(tile.elements, max(64, power_of_two(rows)))
+    strides = inputs.integers()[2:]
+    REDUCE(
+        (groups, 1, 1),
+        (loss, *inputs[1:], items, out, share),
+        (rows, classes, *strides, 0 if items is None else items.stride(0), options.ignore_index),
+        (counted, block),
+        _warps(tile, 4 * block),
+        (divisor,),
+    )
+
+
+def _bwd(
+    batch: int, options: Options, wanted: Any, grads: Any, tensors: Any, saved: Any
+) -> Gradients:
+    logits, labels, class_weight, _ = tensors
+    (grad,), (stats, share) = grads, saved
+    if not wanted[0]:
+        return None, None, None, None
+    dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    if not dlogits.numel():
+        return dlogits, None, None, None
+    inputs = _grouped(batch, logits, labels, class_weight)
+    groups, rows, classes = inputs.logits.shape
+    grad = grad.reshape(groups, rows if options.reduction == "none" else 1)
+    grad_strides = (grad.stride(0), grad.stride(1) if options.reduction == "none" else 0)
+    tile = BACKWARD.tile(logits.device, logits.numel())
+    cols = min(tile.elements, power_of_two(classes))
+    height = _height(inputs.logits, tile, cols)
+    BACKWARD(
+        _axes(-(-rows // height) * -(-classes // cols), groups),
+        (grad, share, *inputs, stats.contiguous(), dlogits),
+        (groups, rows, classes, *grad_strides, *inputs.integers(), options.ignore_index),
+        (*_flags(options), height, cols),
+        _warps(tile, height * cols),
+        (*_numbers(options, classes), options.logit_scale),
+    )
+    return dlogits, None, None, None
+
+
+# ---- autograd and functorch
+
+
+def _by_options(
+    options: Options,
+    logits: Tensor,
+    labels: Tensor,
+    class_weight: Tensor | None,
+    num_items: Tensor | None,
+) -> Tensor:
+    chosen = options._asdict()
+    if num_items is not None:
+        chosen["num_items"] = num_items
+    return cross_entropy_reference(logits, labels, class_weight=class_weight, **chosen)
+
+
+_function = fused_function("cross_entropy", _by_options, _fwd, _bwd, saved=2)
+
+
+def _fused(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    num_items: float | Tensor | None = None,
+    **chosen: Any,
+) -> Any:
+    items = num_items if isinstance(num_items, Tensor) else None
+    number = None if num_items is None or items is not None else float(num_items)
+    options = Options(**chosen, num_items=number)
+    return _function(options, logits, labels, class_weight, items)
+
+
+# ---- public
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    """Compute the cross entropy of ``softcap * tanh(logit_scale * logits / softcap)``.
+
+    As ``torch.nn.functional.cross_entropy`` with the classes last, plus ``z_loss * lse**2`` for
+    every token that is not ignored, lse being the log of the sum of exponentials (Chowdhery et al.
+    2022, "PaLM").
+
+    Args:
+        logits: (..., V), any V.
+        labels: (...), int32 or int64.
+        class_weight: (V,); the mean divides by the sum of the labels' weights. No gradient.
+        ignore_index: the label of tokens that have no loss.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: in [0, 1].
+        softcap: positive; None caps nothing.
+        logit_scale: multiplies the logits, before they are capped.
+        z_loss: the coefficient.
+        num_items: what the mean divides by instead of the number of tokens with a loss: a number,
+            or a tensor without dimensions on any device, which is not waited for.
+
+    Returns:
+        fp32 for half precision, else the dtype of the logits: (...) for ``"none"``, else a number.
+        The mean over no token is NaN, with gradients of zero.
+
+    Raises:
+        IndexError: on the CPU, a label outside of [0, V) that is not ``ignore_index``. On a GPU,
+            that token's loss is NaN and its gradient zero.
+        InvalidArgument: shapes or values that cannot be used.
+        InvalidType: labels that are no indices.
+    """
+    validate(logits, labels, class_weight, reduction, label_smoothing, softcap, num_items)
+    check_indices("labels", labels, logits.shape[-1], ignore_index)
+    if isinstance(num_items, Tensor) and num_items.device != logits.device:
+        num_items = num_items.to(logits.device, non_blocking=True)
+    result: Tensor = CROSS_ENTROPY(
+        logits,
+        labels,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
+        num_items=num_items,
+    )
+    return result
+
+
+# ---- registration
+
+
+def _fits(logits: Tensor, labels: Tensor, class_weight: Tensor | None = None, **kwargs: Any) -> str:
+    if not logits.is_floating_point():
+        return "logits are no floating-point numbers"
+    trained = class_weight is not None and class_weight.requires_grad
+    return "a trained class weight goes through the reference" if trained else ""
+
+
+def _examples(draw: Draw) -> Call:
+    *outer, classes = draw.shape(min_dims=1, max_elements=1024)
+    classes = max(classes, 1)
+    if draw.integer(0, 3):
+        outer = [min(size, 4) for size in outer]
+    logits = draw.tensor([*outer, classes], draw.dtype())
+    ignore_index = draw.choice([-100, -1, 0, classes - 1])
+    labels = draw.indices(outer, classes)
+    kind = draw.choice(["some", "none", "all"])
+    if kind == "all":
+        labels = torch.full_like(labels, ignore_index)
+    elif kind == "some" and labels.numel() > 1:
+        labels = labels.clone(memory_format=torch.contiguous_format)
+        labels.view(-1)[:: draw.integer(2, 4)] = ignore_index
+    kwargs: dict[str, Any] = {
+        "ignore_index": ignore_index,
+        "reduction": draw.choice(["mean", "sum", "none"]),
+        "label_smoothing": draw.choice([0.0, 0.1, 0.5]),
+        # Lower, and what is drawn saturates tanh until fp64 has no slope to compare with.
+        # The loss of a single class is 0 to the last digit of its logit; the cap rounds that off.
+        "softcap": draw.choice([None, 100.0]) if classes > 1 else None,
+        "logit_scale": draw.choice([1.0, 0.125, -1.0]),
+        "z_loss": draw.choice([0.0, 1e-3]),
+    }
+    if draw.choice([False, True]):
+        kwargs["class_weight"] = draw.tensor([classes], torch.float32).abs()
+    if kwargs["reduction"] == "mean":
+        count = draw.choice([None, 7, "tensor"])
+        kwargs["num_items"] = torch.tensor(5, device=draw.device) if count == "tensor" else count
+    return Call((logits, labels), kwargs)
+
+
+def _shape(tokens: int, classes: int) -> Shape:
+    def make(device: str, dtype: torch.dtype) -> Call:
+        logits = torch.randn(tokens, classes, device=device, dtype=dtype)
+        return Call((logits, torch.randint(classes, (tokens,), device=device)))
+
+    elements = tokens * classes
+    return Shape(f"{tokens}x{classes}", make, forward=elements, backward=2 * elements)
+
+
+CROSS_ENTROPY = register(
+    Op(
+        name="cross_entropy",
+        function=cross_entropy,
+        reference=cross_entropy_reference,
+        fused=_fused,
+        fits=_fits,
+        examples=_examples,
+        benchmarks=(_shape(8192, 128256), _shape(4096, 151936), _shape(64, 1000)),
+        launches=(FORWARD, BACKWARD),
+    )
+)
