@@ -47,7 +47,9 @@ def test_kernels_compile_without_spilling(name: str, target: str, thorough: bool
 
 @functools.cache
 def spilled(signature: targets.Signature, target: str) -> int:
-    return targets.spilled(targets.build(signature, target))
+    built = targets.build(signature, target)
+    assert built.metadata.shared <= targets.SHARED[target], targets.described(signature)
+    return targets.spilled(built)
 
 
 @ops

@@ -50,6 +50,7 @@ def fused_function(
     saved: int = 0,
     rows: Sequence[int] = (),
     core: Core | None = None,
+    shapes: Sequence[int] = (),
 ) -> Callable[..., Any]:
     """Return ``fused(options, *tensors)``, right under autograd and every functorch transform.
 
@@ -72,6 +73,8 @@ def fused_function(
         rows: positions of tensors whose leading dimensions are all computed alike. Where nothing
             else is mapped, mapped dimensions are more of those, not ``batch``.
         core: what the backward pass differentiates, where that is not the inputs.
+        shapes: positions of tensors of which it needs no more than shape and dtype, while no other
+            has a gradient: their memory is not kept.
     """
     simple = core.reference if core else reference
     several = outputs + saved > 1
@@ -130,6 +133,11 @@ def fused_function(
             if core:
                 ctx.dtypes = tuple(None if x is None else x.dtype for x in tensors)
                 tensors = core.tensors(tensors, output)
+            if shapes and not _differentiable(
+                [x for i, x in enumerate(tensors) if i not in shapes]
+            ):
+                pairs = enumerate(tensors)
+                tensors = tuple(_shell(x) if i in shapes else x for i, x in pairs)
             if saved:
                 kept = output[outputs:]
                 ctx.mark_non_differentiable(*(x for x in kept if x is not None))
@@ -215,6 +223,11 @@ def fused_function(
 
 def _transformed() -> bool:
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def _shell(x: Tensor) -> Tensor:
+    """A tensor of that shape and dtype in the memory of one number."""
+    return x.new_empty(()).expand(x.shape)
 
 
 def _differentiable(tensors: Sequence[Tensor | None]) -> bool:

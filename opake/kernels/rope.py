@@ -137,7 +137,7 @@ def _reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-_kernels = fused_function("rope", _reference, _fwd, _bwd, outputs=2)
+_kernels = fused_function("rope", _reference, _fwd, _bwd, outputs=2, shapes=(0, 1))
 
 
 def _fused(
