@@ -56,6 +56,8 @@ class Signature(NamedTuple):
     warps: int
     aligned: bool = True
     """Whether 16 bytes divide the pointers."""
+    contract: bool = True
+    """Whether products and sums are fused."""
 
     def with_long_integers(self) -> Signature:
         """The same launch over more elements than 32 bits count."""
@@ -174,7 +176,8 @@ def recorded(target: str) -> Iterator[list[Signature]]:
         assert all(0 < n <= most for n, most in zip(grid, _GRID, strict=True)), grid
         pointers = tuple(None if x is None else x.dtype for x in tensors)
         classes = tuple(_class(x) for x in integers)
-        found.append(Signature(self.kernel, pointers, classes, len(floats), constants, warps))
+        signature = Signature(self.kernel, pointers, classes, len(floats), constants, warps)
+        found.append(signature._replace(contract=self.contract))
 
     pretences = {
         guard.launchable: lambda tensors: True,
@@ -201,7 +204,7 @@ def build(signature: Signature, target: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, pointers, integers, floats, constants, warps, aligned = signature
+    kernel, pointers, integers, floats, constants, warps, aligned, _ = signature
     names = kernel.arg_names
     types: dict[str, str] = {}
     constexprs: dict[Any, Any] = {}
@@ -221,7 +224,7 @@ def build(signature: Signature, target: str) -> Any:
         if value.endswith("/16") or (value.startswith("*") and aligned):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, types, constexprs, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "enable_fp_fusion": signature.contract}
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 

@@ -66,8 +66,8 @@ def fused_function(
         fwd: ``fwd(batch, options, *tensors)``, by kernel: the outputs, then ``saved`` tensors for
             the backward pass, which have no gradients.
         bwd: ``bwd(batch, options, wanted, grads, tensors, saved)``, by kernel: a gradient for every
-            tensor that is wanted, of its shape and dtype, else None. A None among ``grads``, one
-            for each output, stands for zeros.
+            tensor that is wanted, of its shape and dtype, else None; what it leaves out is computed
+            by plain PyTorch. A None among ``grads``, one for each output, stands for zeros.
         outputs: how many there are; one comes back as a tensor, more as a tuple.
         saved: how many tensors the backward pass needs beside its inputs.
         rows: positions of tensors whose leading dimensions are all computed alike. Where nothing
@@ -84,6 +84,16 @@ def fused_function(
         record(name, "triton" if can else "reference")
         return can
 
+    def completed(found: Gradients, *call: Any) -> Gradients:
+        """Add those gradients that are wanted and that the kernels leave out."""
+        wanted = call[2]
+        missing = [want and g is None for want, g in zip(wanted, found, strict=True)]
+        if True not in missing:
+            return found
+        batch, options, _, grads, tensors = call
+        others = by_reference(simple, batch, options, missing, grads, tensors)
+        return tuple(b if a is None else a for a, b in zip(found, others, strict=True))
+
     class Backward(Function):
         @staticmethod
         def forward(batch: int, options: Any, wanted: tuple[bool, ...], *flat: Any) -> Gradients:
@@ -91,7 +101,8 @@ def fused_function(
             if (saved and kept[0] is None) or not launches(flat):
                 record(name, "reference")
                 return by_reference(simple, batch, options, wanted, grads, tensors)
-            return bwd(batch, options, wanted, grads, tensors, kept)
+            found = bwd(batch, options, wanted, grads, tensors, kept)
+            return completed(found, batch, options, wanted, grads, tensors)
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -156,6 +167,7 @@ def fused_function(
                 tensors, kept = (found[:end], found[end:]) if saved else (found, ())
                 if not kept or kept[0] is not None:
                     pulled = bwd(batch, options, asked, grads, tensors, kept)
+                    pulled = completed(pulled, batch, options, asked, grads, tensors)
                     if core:
                         pulled = core.gradients(wanted, pulled, ctx.dtypes)
                     return (None, None, *pulled)

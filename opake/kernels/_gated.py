@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from opake.errors import InvalidArgument
+from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._elementwise import elementwise
 from opake.kernels._examples import Call, Draw, Shape
@@ -39,7 +40,9 @@ def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         InvalidArgument: the last dimension is odd, or there is none.
+        InvalidType: it is no tensor.
     """
+    require_tensors(gate_up=gate_up)
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         found = tuple(gate_up.shape)
         raise InvalidArgument(
@@ -51,7 +54,10 @@ def halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check(gate: Any, up: Any) -> None:
-    """Refuse two tensors that do not broadcast."""
+    """Refuse tensors that do not broadcast, and what is neither tensor nor number."""
+    for name, x in (("gate", gate), ("up", up)):
+        if not isinstance(x, Tensor):
+            number(name, x)
     if isinstance(gate, Tensor) and isinstance(up, Tensor):
         pairs = zip(reversed(gate.shape), reversed(up.shape), strict=False)
         if any(a != b and a != 1 and b != 1 for a, b in pairs):

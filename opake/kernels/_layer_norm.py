@@ -40,8 +40,9 @@ def _layer_norm_fwd_kernel(  # type: ignore[no-untyped-def]
     if b_ptr is not None:
         b_ptr += group * b_group + head * b_head
     col = tl.arange(0, block)[None, :]
-    step = tl.program_id(0) % programs
-    for start in tl.range(step * block_rows, rows, programs * block_rows, num_stages=stages):
+    first_row = (tl.program_id(0) % programs).to(tl.int64) * block_rows
+    every = tl.full((), block_rows, tl.int64) * programs
+    for start in tl.range(first_row, rows, every, num_stages=stages):
         row = (start + tl.arange(0, block_rows)[:, None]).to(tl.int64)
         x_rows = x_ptr + row * x_row
         y_rows = y_ptr + row * heads * cols
@@ -127,10 +128,11 @@ def _layer_norm_bwd_kernel(  # type: ignore[no-untyped-def]
     if db_ptr is not None:
         db_ptr += tl.program_id(0).to(tl.int64) * cols
     col = tl.arange(0, block)[None, :]
-    step = tl.program_id(0) % programs
+    first_row = (tl.program_id(0) % programs).to(tl.int64) * block_rows
+    every = tl.full((), block_rows, tl.int64) * programs
     dw = tl.zeros((block_rows, block), tl.float32)
     db = tl.zeros((block_rows, block), tl.float32)
-    for start in tl.range(step * block_rows, rows, programs * block_rows, num_stages=stages):
+    for start in tl.range(first_row, rows, every, num_stages=stages):
         row = (start + tl.arange(0, block_rows)[:, None]).to(tl.int64)
         x_rows = x_ptr + row * x_row
         dy_rows = dy_ptr + row * dy_row
@@ -155,21 +157,23 @@ def _layer_norm_bwd_kernel(  # type: ignore[no-untyped-def]
             rstd = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / cols + eps)
             mean_g = tl.sum(plain, 1, keep_dims=True) / cols
             mean_gn = tl.sum(products, 1, keep_dims=True) * rstd / cols
+            tl.debug_barrier()
             for first in range(0, cols, block):
                 inside = first + col < cols
                 mask = (row < rows) & inside
                 x = tl.load(x_rows + first + col, mask=mask, other=0.0).to(tl.float32)
                 dy = tl.load(dy_rows + first + col, mask=mask, other=0.0).to(tl.float32)
                 n = (x - mean) * rstd
-                # The program's own sums wait in memory, where no other program looks.
+                # The program's own sums wait in memory, where no other program looks; the barrier
+                # above makes them seen by threads that did not write them.
                 if dw_ptr is not None:
                     sums = tl.sum(dy * n, 0)[None, :]
-                    if start >= programs * block_rows:
+                    if start >= every:
                         sums += tl.load(dw_ptr + first + col, mask=inside, other=0.0)
                     tl.store(dw_ptr + first + col, sums, mask=inside)
                 if db_ptr is not None:
                     sums = tl.sum(dy, 0)[None, :]
-                    if start >= programs * block_rows:
+                    if start >= every:
                         sums += tl.load(db_ptr + first + col, mask=inside, other=0.0)
                     tl.store(db_ptr + first + col, sums, mask=inside)
                 if dx_ptr is not None:
@@ -186,7 +190,7 @@ def _layer_norm_bwd_kernel(  # type: ignore[no-untyped-def]
             rstd = tl.rsqrt(tl.sum(centred * centred, 1, keep_dims=True) / cols + eps)
             n = centred * rstd
             if dw_ptr is not None:
-                dw += dy * n
+                dw += tl.where(row < rows, dy * n, 0.0)  # 0 * inf, where eps is 0
             if db_ptr is not None:
                 db += dy
             if dx_ptr is not None:
@@ -212,6 +216,7 @@ FORWARD = Launch(
         for whole in (1024, 4096)
         for per_sm, stages in ((0, 1), (4, 2))
     ],
+    contract=False,
 )
 BACKWARD = Launch(
     _layer_norm_bwd_kernel,
@@ -225,4 +230,5 @@ BACKWARD = Launch(
         for per_sm in (1, 2, 4)
         for stages in (1, 2)
     ],
+    contract=False,  # what the mean takes away is exactly nothing in a row of one
 )

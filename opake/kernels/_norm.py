@@ -57,8 +57,8 @@ def plan(launch: Launch, groups: int, rows: int, cols: int, device: torch.device
     """Share out ``groups`` of ``rows`` of ``cols`` elements; a group's sums stay together."""
     tile: Any = launch.tile(device, groups * rows * cols)
     if isinstance(tile, Tile):  # interpreted: few programs, but more than one, to test them
-        loop = cols > 2048
-        block = 1024 if loop else power_of_two(cols)
+        loop = cols > 256
+        block = 128 if loop else power_of_two(cols)
         step = 1 if loop else power_of_two(-(-rows // 6))
         return Plan(min(-(-rows // step), 3), step, block, loop, 1, 1)
     return _plan(tile, groups, rows, cols, _multiprocessors(device) if tile.per_sm else 0)

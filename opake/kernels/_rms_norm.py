@@ -48,10 +48,11 @@ def _rms_norm_fwd_kernel(  # type: ignore[no-untyped-def]
     if w_ptr is not None:
         w_ptr += group * w_group
     col = tl.arange(0, block)[None, :]
-    step = tl.program_id(0) % programs
+    first_row = (tl.program_id(0) % programs).to(tl.int64) * block_rows
+    every = tl.full((), block_rows, tl.int64) * programs
     if not loop and w_ptr is not None:
         w = _weight(w_ptr, col, cols, offset, gemma)
-    for start in tl.range(step * block_rows, rows, programs * block_rows, num_stages=stages):
+    for start in tl.range(first_row, rows, every, num_stages=stages):
         row = (start + tl.arange(0, block_rows)[:, None]).to(tl.int64)
         if loop:
             acc = tl.zeros((block_rows, block), tl.float32)
@@ -158,12 +159,13 @@ def _rms_norm_bwd_kernel(  # type: ignore[no-untyped-def]
     if dw_ptr is not None:
         dw_ptr += tl.program_id(0).to(tl.int64) * cols
     col = tl.arange(0, block)[None, :]
-    step = tl.program_id(0) % programs
+    first_row = (tl.program_id(0) % programs).to(tl.int64) * block_rows
+    every = tl.full((), block_rows, tl.int64) * programs
     if not loop:
         if w_ptr is not None:
             w = _weight(w_ptr, col, cols, offset, gemma)
         acc = tl.zeros((block_rows, block), tl.float32)
-    for start in tl.range(step * block_rows, rows, programs * block_rows, num_stages=stages):
+    for start in tl.range(first_row, rows, every, num_stages=stages):
         row = (start + tl.arange(0, block_rows)[:, None]).to(tl.int64)
         x_rows = x_ptr + row * x_row
         dy_rows = dy_ptr + row * dy_row
@@ -180,17 +182,19 @@ def _rms_norm_bwd_kernel(  # type: ignore[no-untyped-def]
                 products += g * x
             rstd = tl.rsqrt(tl.sum(squares, 1, keep_dims=True) / cols + eps)
             mean = tl.sum(products, 1, keep_dims=True) * rstd / cols
+            tl.debug_barrier()
             for first in range(0, cols, block):
                 mask = (row < rows) & (first + col < cols)
                 x = tl.load(x_rows + first + col, mask=mask, other=0.0).to(tl.float32)
                 dy = tl.load(dy_rows + first + col, mask=mask, other=0.0).to(tl.float32)
                 n = x * rstd
                 if dw_ptr is not None:
-                    # The program's own sums wait in memory, where no other program looks.
+                    # The program's own sums wait in memory, where no other program looks; the
+                    # barrier above shows them to threads that did not write them.
                     sums = dw_ptr + first + col
                     inside = first + col < cols
                     dw = tl.sum(dy * n, 0)[None, :]
-                    if start >= programs * block_rows:
+                    if start >= every:
                         dw += tl.load(sums, mask=inside, other=0.0).to(tl.float32)
                     tl.store(sums, dw.to(dw_ptr.dtype.element_ty), mask=inside)
                 if dx_ptr is not None:
@@ -210,7 +214,7 @@ def _rms_norm_bwd_kernel(  # type: ignore[no-untyped-def]
             rstd = tl.rsqrt(tl.sum(x * x, 1, keep_dims=True) / cols + eps)
             n = x * rstd
             if dw_ptr is not None:
-                acc += dy * n
+                acc += tl.where(row < rows, dy * n, 0.0)  # 0 * inf, where eps is 0
             if dx_ptr is not None:
                 g = dy
                 if w_ptr is not None:
@@ -237,6 +241,7 @@ FORWARD = Launch(
         for whole in (1024, 4096)
         for per_sm, stages in ((0, 1), (4, 2))
     ],
+    contract=False,
 )
 BACKWARD = Launch(
     _rms_norm_bwd_kernel,
@@ -250,6 +255,7 @@ BACKWARD = Launch(
         for per_sm in (1, 2, 4)
         for stages in (1, 2)
     ],
+    contract=False,  # what the mean takes away is exactly nothing in a row of one
 )
 
 

@@ -221,9 +221,11 @@ def rotate(
     cos, sin, ids = grouped(tables[0], batch, 2), grouped(tables[1], batch, 2), tables[2]
     ids = None if ids is None else grouped(ids, batch, 1)
     x_view, y_view = grouped(x, batch, 3), None if y is None else grouped(y, batch, 3)
-    x_out = _like(x_view, dtypes[0])
-    y_out = None if y_view is None else _like(y_view, dtypes[1])
-    views = x_view, y_view, x_out, y_out
+    # Up to one mapped dimension the results are no views, so that their owner may write to them.
+    x_out = _like(x if batch < 2 else x_view, dtypes[0])
+    y_out = None if y is None or y_view is None else _like(y if batch < 2 else y_view, dtypes[1])
+    outs = (z if z is None or batch > 1 else grouped(z, batch, 3) for z in (x_out, y_out))
+    views: Any = (x_view, y_view, *outs)
     heads_at, tokens_at = (2, 3) if options.unsqueeze_dim == 1 else (3, 2)
     groups, examples, tokens, width = (x_view.shape[i] for i in (0, 1, tokens_at, 4))
     heads = x_view.shape[heads_at], 0 if y_view is None else y_view.shape[heads_at]
@@ -242,6 +244,8 @@ def rotate(
     constants = (*layout, block_tokens, *blocks, pairs, tails)
     if programs * width:
         ROTATE((programs, 1, 1), [*views, cos, sin, ids], integers, constants, tile.warps)
+    if batch < 2:
+        return x_out, y_out
     return x_out.view(x.shape), None if y is None or y_out is None else y_out.view(y.shape)
 
 

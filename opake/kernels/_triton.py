@@ -58,10 +58,15 @@ class Launch:
         tiles: the program sizes (a ``Tile``, or what else the kernel's launcher takes) by
             architecture, ``""`` for all others.
         sweep: the sizes among which a tuning run chooses.
+        contract: whether products and sums become one operation, rounded once: faster, but it
+            leaves something where a number is taken from itself, multiplied a second time.
     """
 
-    def __init__(self, kernel: Any, tiles: dict[str, Any], sweep: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, kernel: Any, tiles: dict[str, Any], sweep: Sequence[Any] = (), contract: bool = True
+    ) -> None:
         self.kernel = kernel
+        self.contract = contract
         self.tiles = tiles
         self.sweep = tuple(sweep)
         self._compiled: dict[Any, Any] = {}
@@ -83,6 +88,8 @@ class Launch:
         floats: tuple[float, ...] = (),
     ) -> None:
         """Run the kernel on the current stream of the first tensor's device."""
+        # Of an int, Triton would compile the value in, or another type.
+        floats = tuple([float(x) for x in floats])
         device = tensors[0].get_device()  # type: ignore[union-attr]
         if device < 0:
             self._interpret(grid, (*tensors, *integers, *floats, *constants))
@@ -133,8 +140,7 @@ class Launch:
                 *grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args
             )
             return
-        # Said aloud, since Triton's default for fusing into FMAs is about to change.
-        options = {"num_warps": warps, "enable_fp_fusion": True}
+        options = {"num_warps": warps, "enable_fp_fusion": self.contract}
         compiled = self.kernel[grid](*tensors, *integers, *floats, *constants, **options)
         # Triton also looks at 16-byte alignment, which most tensors have, and on ROCm at sizes.
         if not together & 15 and torch.version.hip is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opake.errors import InvalidArgument, InvalidType
+from opake.kernels._arguments import require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._bounds import check_indices
 from opake.kernels._examples import Call, Draw, Shape
@@ -358,8 +359,9 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Te
         IndexError: on the CPU, an id outside of [0, V). On a GPU, its row is NaN, and it has no
             gradient.
         InvalidArgument: ``weight`` is no matrix, or has no row ``padding_idx``.
-        InvalidType: ids that are no indices.
+        InvalidType: ids that are no indices, or what is no tensor.
     """
+    require_tensors(ids=ids, weight=weight)
     if ids.dtype not in (torch.int32, torch.int64):
         raise InvalidType(f"ids are int32 or int64; found {ids.dtype}")
     if weight.dim() != 2:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opake.errors import InvalidArgument
+from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Core, Gradients, fused_function
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._norm import SUM
@@ -50,7 +51,8 @@ def _bwd(
     (dnormed, dtotal), (total, weight) = grads, tensors
     if dnormed is None:
         zeros = torch.zeros_like(weight) if wanted[1] else None
-        return dtotal if wanted[0] else None, zeros
+        # A copy, as autograd takes what it is given itself for nobody's result.
+        return dtotal.clone() if wanted[0] else None, zeros
     return launch_backward(batch, options, wanted, dnormed, dtotal, total, weight)
 
 
@@ -135,7 +137,10 @@ def fused_add_rms_norm(
 
     Raises:
         InvalidArgument: shapes do not match, or ``casting_mode`` is neither of the two.
+        InvalidType: what is no tensor or no number.
     """
+    require_tensors(x=x, residual=residual)
+    eps, offset = number("eps", eps), number("offset", offset)
     if x.shape != residual.shape:
         raise InvalidArgument(
             f"x and residual are of one shape; got {tuple(x.shape)} and {tuple(residual.shape)}"

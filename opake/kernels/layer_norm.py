@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from opake.errors import InvalidArgument
+from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._layer_norm import BACKWARD, FORWARD
@@ -146,8 +147,13 @@ def layer_norm(
 
     Raises:
         InvalidArgument: shapes do not match.
+        InvalidType: what is no tensor or no number.
     """
-    for part in (weight, bias):
+    require_tensors(x=x)
+    eps = number("eps", eps)
+    for name, part in (("weight", weight), ("bias", bias)):
+        if part is not None:
+            require_tensors(**{name: part})
         if part is not None and not (
             part.dim() in (1, 2) and part.dim() <= x.dim() and part.shape == x.shape[-part.dim() :]
         ):

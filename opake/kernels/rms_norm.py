@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opake.errors import InvalidArgument
+from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._norm import SUM
@@ -98,7 +99,9 @@ def rms_norm(
 
     Raises:
         InvalidArgument: shapes do not match, or ``casting_mode`` is neither of the two.
+        InvalidType: what is no tensor or no number.
     """
+    eps, offset = number("eps", eps), number("offset", offset)
     check_norm(x, weight, casting_mode)
     result: Tensor = RMS_NORM(x, weight, eps, offset=offset, casting_mode=casting_mode)
     return result
@@ -106,6 +109,9 @@ def rms_norm(
 
 def check_norm(x: Tensor, weight: Tensor | None, casting_mode: str) -> None:
     """Refuse arguments of an RMS norm that make no sense."""
+    require_tensors(x=x)
+    if weight is not None:
+        require_tensors(weight=weight)
     if casting_mode not in ("llama", "gemma"):
         raise InvalidArgument(f'casting_mode is "llama" or "gemma"; got {casting_mode!r}')
     if x.dim() == 0 or (weight is not None and weight.shape != x.shape[-1:]):

@@ -199,7 +199,7 @@ def rope(
         InvalidType: an argument that is no tensor, or positions that are no int32 or int64.
         IndexError: a position without a row, on the CPU; on a GPU that token becomes NaN.
     """
-    width = _checked(q, k, cos, sin, position_ids, unsqueeze_dim, rotary_dim)
+    width = _checked(q, k, cos, sin, interleaved, position_ids, unsqueeze_dim, rotary_dim)
     result: tuple[Tensor, Tensor] = ROPE(
         q,
         k,
@@ -214,12 +214,21 @@ def rope(
 
 
 def _checked(
-    q: Any, k: Any, cos: Any, sin: Any, position_ids: Any, unsqueeze_dim: Any, rotary_dim: Any
+    q: Any,
+    k: Any,
+    cos: Any,
+    sin: Any,
+    interleaved: Any,
+    position_ids: Any,
+    unsqueeze_dim: Any,
+    rotary_dim: Any,
 ) -> int:
     """Return how many columns are rotated."""
     for name, x in (("q", q), ("k", k), ("cos", cos), ("sin", sin)):
         if not isinstance(x, Tensor):
             raise InvalidType(f"{name} must be a tensor, got {type(x).__name__}")
+    if not isinstance(interleaved, bool):
+        raise InvalidType(f"interleaved is a bool; found {type(interleaved).__name__}")
     if unsqueeze_dim not in (1, 2):
         raise InvalidArgument(f"unsqueeze_dim must be 1 or 2, got {unsqueeze_dim!r}")
     shapes = [tuple(x.shape) for x in (q, k, cos, sin)]
@@ -232,7 +241,8 @@ def _checked(
     examples, tokens, columns = _but(shapes[0], heads)
     rows = cos.shape[-2] if position_ids is not None and cos.dim() > 1 else tokens
     table = shapes[2]
-    if shapes[3] != table or table[:-1] not in ((rows,), (1, rows), (examples, rows)):
+    fits = table[-2:-1] == (rows,) and (len(table) == 2 or table[0] == 1 or table[0] == examples)
+    if shapes[3] != table or len(table) not in (2, 3) or not fits:
         raise InvalidArgument(
             f"cos and sin must be (S, W), (1, S, W) or (B, S, W) for B={examples} and S={tokens}, "
             f"got {table} and {shapes[3]}"
@@ -241,7 +251,11 @@ def _checked(
         if not isinstance(position_ids, Tensor) or position_ids.dtype not in _INTEGERS:
             kind = getattr(position_ids, "dtype", type(position_ids).__name__)
             raise InvalidType(f"position_ids must be an int32 or int64 tensor, got {kind}")
-        if tuple(position_ids.shape) not in ((tokens,), (1, tokens), (examples, tokens)):
+        shape = tuple(position_ids.shape)
+        fits = shape[-1:] == (tokens,) and (
+            len(shape) == 1 or shape[0] == 1 or shape[0] == examples
+        )
+        if len(shape) not in (1, 2) or not fits:
             raise InvalidArgument(
                 f"position_ids must be (S,), (1, S) or (B, S) for B={examples} and S={tokens}, "
                 f"got {tuple(position_ids.shape)}"
@@ -260,9 +274,11 @@ def _but(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 def _rotated(columns: int, table: int, rotary_dim: int | None) -> int:
     """How many columns are rotated by tables of that width."""
     width = rotary_dim
+    if isinstance(width, float):
+        raise InvalidType(f"rotary_dim is an int or None; found {width!r}")
     if width is None:
         width = 2 * table if table % 2 or 2 * table == columns else table
-    if width > columns or width % 2 or table not in (width, width // 2):
+    if width > columns or width % 2 or (table != width and table != width // 2):
         raise InvalidArgument(
             f"tables of width {table} do not rotate {width} of {columns} columns: that must be an "
             f"even number, and the tables as wide or half as wide"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from opake.kernels.cross_entropy import cross_entropy
+from opake.kernels.fused_add_rms_norm import fused_add_rms_norm
 from opake.kernels.geglu import geglu_exact, geglu_tanh
+from opake.kernels.rms_norm import rms_norm
 from opake.kernels.rope import rope
 from opake.kernels.swiglu import swiglu
 
@@ -14,8 +16,10 @@ __all__ = [
     "ACTIVATION_GEGLU_EXACT",
     "ACTIVATION_SWIGLU",
     "opake_cross_entropy_loss",
+    "opake_fused_add_rms_norm",
     "opake_geglu_approx",
     "opake_geglu_exact",
+    "opake_rms_norm",
     "opake_rope",
     "opake_rope_qk",
     "opake_slow_rope",
@@ -40,6 +44,29 @@ def opake_geglu_exact(gate: Tensor, up: Tensor) -> Tensor:
 def opake_geglu_approx(gate: Tensor, up: Tensor) -> Tensor:
     """Compute :func:`opake.kernels.geglu_tanh`."""
     return geglu_tanh(gate, up)
+
+
+def opake_rms_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> Tensor:
+    """Compute :func:`opake.kernels.rms_norm`."""
+    return rms_norm(x, weight, eps, offset=offset, casting_mode=casting_mode)
+
+
+def opake_fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    eps: float = 1e-6,
+    offset: float = 0.0,
+    casting_mode: str = "llama",
+) -> tuple[Tensor, Tensor]:
+    """Compute :func:`opake.kernels.fused_add_rms_norm`: the norm, and the sum."""
+    return fused_add_rms_norm(x, residual, weight, eps, offset=offset, casting_mode=casting_mode)
 
 
 def opake_cross_entropy_loss(
@@ -110,5 +137,8 @@ def opake_slow_rope(
 
 def _table(x: Tensor, rows: int | None) -> Tensor:
     """Drop a dimension of heads, and rows that no token uses."""
-    x = x.squeeze(1) if x.dim() == 4 else x
+    if x.dim() == 4:  # (B, 1, S, W) or (B, S, 1, W)
+        x = x.squeeze(1) if x.shape[1] == 1 else x.squeeze(2)
+    elif x.dim() == 3 and x.shape[1] == 1 != x.shape[0]:  # (S, 1, W)
+        x = x.squeeze(1)
     return x if rows is None else x[..., :rows, :]

@@ -125,8 +125,10 @@ def assert_vmap_parity(
 
     Raises:
         AssertionError: they differ. The message ends in the smallest example found, as a program.
-        InvalidArgument: a transform is unknown, or none is given.
+        InvalidArgument: a transform is unknown, or none is given, or no strategy.
     """
+    if not strategies:
+        raise InvalidArgument("no strategies are given; there is one for each argument of fn")
     if not transforms or not set(transforms) <= set(TRANSFORMS):
         raise InvalidArgument(f"transforms are some of {TRANSFORMS}; got {tuple(transforms)}")
     options: dict[str, Any] = {} if max_examples is None else {"max_examples": max_examples}

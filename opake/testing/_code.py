@@ -124,7 +124,7 @@ def _number(x: Tensor) -> str:
         text = f"{value:.{digits}g}"
         if value != value or torch.tensor(float(text), dtype=x.dtype).item() == value:
             break
-    return text
+    return "-0.0" if text == "-0" else text  # the literal -0 is an int, without its sign
 
 
 def _keywords(x: Tensor, always: bool = False) -> str:

@@ -1,0 +1,36 @@
+"""Refusing arguments of the wrong kind, before anything is computed. Traceable by compilers."""
+
+from __future__ import annotations
+
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from opake.errors import InvalidType
+
+__all__ = ["number", "require_tensors"]
+
+
+def require_tensors(**found: Any) -> None:
+    """Refuse what is no tensor.
+
+    Raises:
+        InvalidType: names it, and what it is.
+    """
+    for name, x in found.items():
+        if not isinstance(x, Tensor):
+            raise InvalidType(f"{name} is a tensor; found {type(x).__name__}")
+
+
+def number(name: str, x: Any) -> float:
+    """Return a number as a Python float.
+
+    Raises:
+        InvalidType: it is none; a tensor would have to be waited for, or differentiated.
+    """
+    if isinstance(x, float):
+        return x
+    if not isinstance(x, Real):
+        raise InvalidType(f"{name} is a number; found {type(x).__name__}")
+    return float(x)
