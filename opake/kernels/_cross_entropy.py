@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from opake.errors import InvalidArgument, InvalidType
-from opake.kernels._triton import jit, tl
+from opake.kernels._triton import find_group, jit, tl
 
 __all__ = [
+    "Options",
     "bend",
     "cross_entropy_bwd_kernel",
     "cross_entropy_fwd_kernel",
     "cross_entropy_reduce_kernel",
-    "find_group",
+    "flags",
     "load_labels",
+    "numbers",
     "validate",
 ]
+
+
+class Options(NamedTuple):
+    """What is no tensor; see :func:`opake.kernels.cross_entropy`."""
+
+    ignore_index: int = -100
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+    num_items: float | None = None
+
+
+def numbers(options: Options, classes: int) -> tuple[float, ...]:
+    """What multiplies logits, what caps them, shares of the target and of every class, z loss."""
+    scale = options.logit_scale / (options.softcap or 1.0)
+    smoothing = options.label_smoothing
+    return scale, options.softcap or 0.0, 1.0 - smoothing, smoothing / classes, options.z_loss
+
+
+def flags(options: Options) -> tuple[bool, bool, bool, bool]:
+    """What is asked for at all: scale, cap, smoothing, z loss."""
+    defaults = Options()
+    names = ("logit_scale", "softcap", "label_smoothing", "z_loss")
+    a, b, c, d = (getattr(options, name) != getattr(defaults, name) for name in names)
+    return a, b, c, d
 
 
 def validate(
@@ -53,12 +84,6 @@ def validate(
         raise InvalidArgument(f"num_items is what a mean divides by; found {reduction!r}")
     if isinstance(num_items, Tensor) and num_items.dim():
         raise InvalidArgument(f"num_items is one number; found {tuple(num_items.shape)}")
-
-
-@jit
-def find_group():  # type: ignore[no-untyped-def]
-    """Return the program's group, int64, which the grid's last two axes count."""
-    return tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
 
 
 @jit

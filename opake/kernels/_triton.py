@@ -22,6 +22,8 @@ __all__ = [
     "INTERPRETED",
     "Launch",
     "Tile",
+    "axes",
+    "find_group",
     "interprets_bfloat16",
     "jit",
     "power_of_two",
@@ -176,3 +178,19 @@ def interprets_bfloat16() -> bool:
         return torch.equal(out, x.bfloat16())
 
     return apart(rounds)
+
+
+# ---- groups along the grid's last two axes, of which CUDA allows 65 535 each
+
+_GROUPS = 1 << 15
+
+
+def axes(blocks: int, groups: int) -> tuple[int, int, int]:
+    """The grid of ``blocks`` for each of ``groups``; there may be more groups than there are."""
+    return blocks, min(groups, _GROUPS), -(-groups // _GROUPS)
+
+
+@jit
+def find_group():  # type: ignore[no-untyped-def]
+    """Return the program's group, int64."""
+    return tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)

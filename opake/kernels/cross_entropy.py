@@ -14,28 +14,18 @@ from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._bounds import check_indices
 from opake.kernels._cross_entropy import (
+    Options,
     cross_entropy_bwd_kernel,
     cross_entropy_fwd_kernel,
     cross_entropy_reduce_kernel,
+    flags,
+    numbers,
     validate,
 )
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._layout import grouped
 from opake.kernels._op import Op, register
-from opake.kernels._triton import Launch, Tile, power_of_two
-
-
-class Options(NamedTuple):
-    """What is no tensor; see :func:`cross_entropy`."""
-
-    ignore_index: int = -100
-    reduction: str = "mean"
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    z_loss: float = 0.0
-    num_items: float | None = None
-
+from opake.kernels._triton import Launch, Tile, axes, power_of_two
 
 # ---- reference
 
@@ -94,26 +84,6 @@ BACKWARD = Launch(cross_entropy_bwd_kernel, {"": Tile(4096, 8)}, _SWEEP)
 REDUCE = Launch(cross_entropy_reduce_kernel, {"": Tile(1024, 8)})
 
 _SHORT = 1024  # elements: two or three 16-byte loads for each thread of four warps
-_GRID = 1 << 15  # groups along the grid's second axis, of which CUDA allows 65 535
-
-
-def _numbers(options: Options, classes: int) -> tuple[float, ...]:
-    """What multiplies logits, what caps them, shares of the target and of every class, z loss."""
-    scale = options.logit_scale / (options.softcap or 1.0)
-    smoothing = options.label_smoothing
-    return scale, options.softcap or 0.0, 1.0 - smoothing, smoothing / classes, options.z_loss
-
-
-def _flags(options: Options) -> tuple[bool, bool, bool, bool]:
-    """What is asked for at all: scale, cap, smoothing, z loss."""
-    defaults = Options()
-    names = ("logit_scale", "softcap", "label_smoothing", "z_loss")
-    a, b, c, d = (getattr(options, name) != getattr(defaults, name) for name in names)
-    return a, b, c, d
-
-
-def _axes(blocks: int, groups: int) -> tuple[int, int, int]:
-    return blocks, min(groups, _GRID), -(-groups // _GRID)
 
 
 def _height(x: Tensor, tile: Tile, cols: int) -> int:
@@ -176,14 +146,14 @@ def _launch_fwd(options: Options, inputs: _Inputs, loss: Tensor, stats: Tensor) 
     width = min(16 // x.element_size() if aligned else 8, cols)
     height = _height(x, tile, cols)
     integers = (groups, rows, classes, *inputs.integers(), options.ignore_index)
-    constants = (*_flags(options), aligned, height, cols // width, width)
+    constants = (*flags(options), aligned, height, cols // width, width)
     FORWARD(
-        _axes(-(-rows // height), groups),
+        axes(-(-rows // height), groups),
         (*inputs, loss, stats),
         integers,
         constants,
         _warps(tile, height * cols),
-        _numbers(options, classes),
+        numbers(options, classes),
     )
 
 
@@ -231,12 +201,12 @@ def _bwd(
     cols = min(tile.elements, power_of_two(classes))
     height = _height(inputs.logits, tile, cols)
     BACKWARD(
-        _axes(-(-rows // height) * -(-classes // cols), groups),
+        axes(-(-rows // height) * -(-classes // cols), groups),
         (grad, share, *inputs, stats.contiguous(), dlogits),
         (groups, rows, classes, *grad_strides, *inputs.integers(), options.ignore_index),
-        (*_flags(options), height, cols),
+        (*flags(options), height, cols),
         _warps(tile, height * cols),
-        (*_numbers(options, classes), options.logit_scale),
+        (*numbers(options, classes), options.logit_scale),
     )
     return dlogits, None, None, None
 
@@ -406,6 +376,6 @@ CROSS_ENTROPY = register(
         fits=_fits,
         examples=_examples,
         benchmarks=(_shape(8192, 128256), _shape(4096, 151936), _shape(64, 1000)),
-        launches=(FORWARD, BACKWARD),
+        launches=(FORWARD, REDUCE, BACKWARD),
     )
 )

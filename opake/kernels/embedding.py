@@ -13,10 +13,17 @@ from opake.errors import InvalidArgument, InvalidType
 from opake.kernels._arguments import require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._bounds import check_indices
+from opake.kernels._embedding import (
+    embedding_bwd_kernel,
+    embedding_fwd_kernel,
+    embedding_keys_kernel,
+    embedding_partial_kernel,
+    embedding_starts_kernel,
+)
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._layout import grouped
 from opake.kernels._op import Op, register
-from opake.kernels._triton import Launch, Tile, jit, power_of_two, tl
+from opake.kernels._triton import Launch, Tile, axes, power_of_two
 
 # ---- reference
 
@@ -32,204 +39,18 @@ def embedding_reference(ids: Tensor, weight: Tensor, padding_idx: int | None = N
     return rows.masked_fill(outside.unsqueeze(-1), math.nan)
 
 
-# ---- kernels
-
-
-@jit
-def _embedding_fwd_kernel(  # type: ignore[no-untyped-def]
-    weight_ptr,
-    ids_ptr,
-    out_ptr,
-    groups,
-    rows,
-    size,
-    cols,
-    weight_group,
-    weight_row,
-    ids_group,
-    ids_row,
-    block_rows: tl.constexpr,
-    block_cols: tl.constexpr,
-):
-    group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    blocks = tl.cdiv(cols, block_cols)
-    row = (tl.program_id(0) // blocks).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    col = (tl.program_id(0) % blocks) * block_cols + tl.arange(0, block_cols)[None, :]
-    exists = row < tl.where(group < groups, rows, 0)
-    ids = tl.load(ids_ptr + group * ids_group + row * ids_row, mask=exists, other=-1).to(tl.int64)
-    inside = (ids >= 0) & (ids < size)
-    weight_ptr += group * weight_group + ids * weight_row
-    mask = inside[:, None] & (col < cols)
-    x = tl.load(weight_ptr[:, None] + col, mask=mask, other=float("nan"))
-    at = (group * rows + row)[:, None] * cols + col
-    tl.store(out_ptr + at, x, mask=exists[:, None] & (col < cols))
-
-
-@jit
-def _embedding_keys_kernel(  # type: ignore[no-untyped-def]
-    ids_ptr,
-    keys_ptr,
-    groups,
-    rows,
-    size,
-    ids_group,
-    ids_row,
-    padding_idx,
-    total,
-    block: tl.constexpr,
-):
-    """Number the rows of all groups' gradients; tokens without a gradient come behind them."""
-    group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    exists = row < tl.where(group < groups, rows, 0)
-    ids = tl.load(ids_ptr + group * ids_group + row * ids_row, mask=exists, other=-1).to(tl.int64)
-    used = (ids >= 0) & (ids < size) & (ids != padding_idx)
-    key = tl.where(used, group * size + ids, total)
-    tl.store(keys_ptr + group * rows + row, key.to(keys_ptr.dtype.element_ty), mask=exists)
-
-
-@jit
-def _embedding_starts_kernel(  # type: ignore[no-untyped-def]
-    keys_ptr, starts_ptr, count, total, steps: tl.constexpr, block: tl.constexpr
-):
-    """Search the sorted keys for where every row of the gradient begins."""
-    row = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    low = tl.zeros((block,), tl.int64)
-    high = low + count
-    for _ in range(steps):
-        middle = (low + high) // 2
-        open_ = low < high
-        below = open_ & (tl.load(keys_ptr + middle, mask=open_, other=0) < row)
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(open_ & (below == 0), middle, high)
-    tl.store(starts_ptr + row, low, mask=row <= total)
-
-
-@jit
-def _add_rows(  # type: ignore[no-untyped-def]
-    sums, ptr, order_ptr, shift, begin, end, gap, skipped, stride, col, cols, at_once: tl.constexpr
-):
-    """Add rows ``order[begin:end] - shift``, or rows ``begin`` to ``end`` without an order, with
-    ``skipped`` left out from ``gap`` on."""
-    for first in range(begin, end - skipped, at_once):
-        at = first + tl.arange(0, at_once)
-        exists = at < end - skipped
-        row = at
-        if order_ptr is not None:
-            at += tl.where(at >= gap, skipped, 0)
-            row = tl.load(order_ptr + at, mask=exists, other=0) - shift
-        mask = exists[:, None] & (col < cols)[None, :]
-        x = tl.load(ptr + row.to(tl.int64)[:, None] * stride + col[None, :], mask=mask, other=0.0)
-        sums += tl.sum(x.to(tl.float32), 0)
-    return sums
-
-
-@jit
-def _embedding_partial_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr,
-    order_ptr,
-    keys_ptr,
-    partial_ptr,
-    total,
-    rows,
-    size,
-    cols,
-    grad_group,
-    grad_row,
-    chunk,
-    at_once: tl.constexpr,
-    block_cols: tl.constexpr,
-):
-    """Sum those chunks of the sorted tokens that belong to one row of the gradient altogether."""
-    blocks = tl.cdiv(cols, block_cols)
-    index = (tl.program_id(0) // blocks).to(tl.int64)
-    col = (tl.program_id(0) % blocks) * block_cols + tl.arange(0, block_cols)
-    begin = index * chunk
-    key = tl.load(keys_ptr + begin).to(tl.int64)
-    last = tl.load(keys_ptr + begin + chunk - 1).to(tl.int64)
-    if (key == last) & (key < total):
-        group = key // size
-        grad_ptr += group * grad_group
-        shift = group * rows
-        end = begin + chunk
-        sums = tl.zeros((block_cols,), tl.float32)
-        sums = _add_rows(
-            sums, grad_ptr, order_ptr, shift, begin, end, end, 0, grad_row, col, cols, at_once
-        )
-        tl.store(partial_ptr + index * cols + col, sums, mask=col < cols)
-
-
-@jit
-def _embedding_bwd_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr,
-    order_ptr,
-    starts_ptr,
-    partial_ptr,
-    dweight_ptr,
-    groups,
-    rows,
-    size,
-    cols,
-    grad_group,
-    grad_row,
-    chunk,
-    chunk_bits,
-    height: tl.constexpr,
-    at_once: tl.constexpr,
-    block_cols: tl.constexpr,
-):
-    """Write rows of the gradient once: sums of tokens, and of chunks where there are many."""
-    group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    blocks = tl.cdiv(cols, block_cols)
-    top = (tl.program_id(0) // blocks).to(tl.int64) * height
-    col = (tl.program_id(0) % blocks) * block_cols + tl.arange(0, block_cols)
-    grad_ptr += group * grad_group
-    shift = group * rows
-    bottom = tl.minimum(top + height, tl.where(group < groups, size, 0))
-    # Most rows have no token, and are written all at once.
-    tile = top + tl.arange(0, height)
-    exists = tile < bottom
-    at = group * size + tile
-    begins = tl.load(starts_ptr + at, mask=exists, other=0)
-    ends = tl.load(starts_ptr + at + 1, mask=exists, other=0)
-    zeros = tl.zeros((height, block_cols), dweight_ptr.dtype.element_ty)
-    mask = (exists & (begins == ends))[:, None] & (col < cols)[None, :]
-    tl.store(dweight_ptr + at[:, None] * cols + col[None, :], zeros, mask=mask)
-    full = tl.sum((begins < ends).to(tl.int32), 0)
-    for row in range(top, tl.where(full > 0, bottom, top)):
-        key = group * size + row
-        begin = tl.load(starts_ptr + key)
-        end = tl.load(starts_ptr + key + 1)
-        # Chunks that lie inside altogether are summed already; the rest is before and after them.
-        low, high = (begin + chunk - 1) >> chunk_bits, end >> chunk_bits
-        high = tl.maximum(low, high)
-        skipped, gap = (high - low) * chunk, low * chunk
-        sums = tl.zeros((block_cols,), tl.float32)
-        sums = _add_rows(
-            sums, grad_ptr, order_ptr, shift, begin, end, gap, skipped, grad_row, col, cols, at_once
-        )
-        sums = _add_rows(sums, partial_ptr, None, 0, low, high, high, 0, cols, col, cols, at_once)
-        sums = sums.to(dweight_ptr.dtype.element_ty)
-        tl.store(dweight_ptr + key * cols + col, sums, mask=col < tl.where(begin < end, cols, 0))
-
-
 # ---- launchers
 
 _SWEEP = [Tile(elements, warps) for elements in (1024, 2048, 4096, 8192) for warps in (2, 4, 8)]
-FORWARD = Launch(_embedding_fwd_kernel, {"": Tile(4096, 8)}, _SWEEP)
-KEYS = Launch(_embedding_keys_kernel, {"": Tile(1024, 4)})
-STARTS = Launch(_embedding_starts_kernel, {"": Tile(512, 4)})
-PARTIAL = Launch(_embedding_partial_kernel, {"": Tile(1024, 4)}, _SWEEP)
+FORWARD = Launch(embedding_fwd_kernel, {"": Tile(4096, 8)}, _SWEEP)
+KEYS = Launch(embedding_keys_kernel, {"": Tile(1024, 4)})
+STARTS = Launch(embedding_starts_kernel, {"": Tile(512, 4)})
+PARTIAL = Launch(embedding_partial_kernel, {"": Tile(1024, 4)}, _SWEEP)
 # Two 16-byte loads of bf16 for each thread and row.
-BACKWARD = Launch(_embedding_bwd_kernel, {"": Tile(2048, 4)}, _SWEEP)
+BACKWARD = Launch(embedding_bwd_kernel, {"": Tile(2048, 4)}, _SWEEP)
 
-_GRID = 1 << 15  # groups along the grid's second axis, of which CUDA allows 65 535
 _AT_ONCE = 8  # bytes of a column that a program has on their way: more of fp32 spill on sm_80
 _TILE = 8192  # elements of the gradient that a program writes; most are zeros, and soon written
-
-
-def _axes(blocks: int, groups: int) -> tuple[int, int, int]:
-    return blocks, min(groups, _GRID), -(-groups // _GRID)
 
 
 def _fwd(batch: int, padding_idx: int | None, ids: Tensor, weight: Tensor) -> tuple[Tensor]:
@@ -245,7 +66,7 @@ def _fwd(batch: int, padding_idx: int | None, ids: Tensor, weight: Tensor) -> tu
     width = min(tile.elements, power_of_two(cols))
     height = max(1, min(tile.elements // width, power_of_two(rows)))
     FORWARD(
-        _axes(-(-rows // height) * -(-cols // width), groups),
+        axes(-(-rows // height) * -(-cols // width), groups),
         (table, ids, out),
         (groups, rows, size, cols, table.stride(0), table.stride(2), *ids.stride()),
         (height, width),
@@ -281,8 +102,8 @@ def _keys(ids: Tensor, size: int, padding_idx: int | None) -> Tensor:
     tile = KEYS.tile(ids.device, keys.numel())
     padding = -1 if padding_idx is None else padding_idx
     integers = (groups, rows, size, *ids.stride(), padding, total)
-    axes = _axes(-(-rows // tile.elements), groups)
-    KEYS(axes, (ids, keys), integers, (tile.elements,), tile.warps)
+    grid = axes(-(-rows // tile.elements), groups)
+    KEYS(grid, (ids, keys), integers, (tile.elements,), tile.warps)
     return keys
 
 
@@ -290,9 +111,9 @@ def _starts(keys: Tensor, total: int) -> Tensor:
     count = keys.numel()
     starts = torch.empty(total + 1, dtype=torch.int64, device=keys.device)
     tile = STARTS.tile(keys.device, total)
-    axes = (-(-(total + 1) // tile.elements), 1, 1)
+    grid = (-(-(total + 1) // tile.elements), 1, 1)
     constants = (count.bit_length(), tile.elements)
-    STARTS(axes, (keys, starts), (count, total), constants, tile.warps)
+    STARTS(grid, (keys, starts), (count, total), constants, tile.warps)
     return starts
 
 
@@ -308,17 +129,17 @@ def _sum(grad: Tensor, keys: Tensor, order: Tensor, starts: Tensor, dweight: Ten
     if chunks:
         tile = PARTIAL.tile(grad.device, chunks * cols)
         width = min(tile.elements, power_of_two(cols))
-        axes = (chunks * -(-cols // width), 1, 1)
+        grid = (chunks * -(-cols // width), 1, 1)
         tensors, constants = (grad, order, keys, partial), (2 * at_once, width)
-        PARTIAL(axes, tensors, (groups * size, *integers), constants, _warps(tile, width))
+        PARTIAL(grid, tensors, (groups * size, *integers), constants, _warps(tile, width))
     tile = BACKWARD.tile(grad.device, dweight.numel())
     width = min(tile.elements, power_of_two(cols))
     on_cpu = grad.device.type == "cpu"
     height = power_of_two(-(-size // 8)) if on_cpu else max(1, min(_TILE // width, 32))
-    axes = _axes(-(-size // height) * -(-cols // width), groups)
+    grid = axes(-(-size // height) * -(-cols // width), groups)
     lengths = (groups, *integers, chunk.bit_length() - 1)
     results = (grad, order, starts, partial, dweight)
-    BACKWARD(axes, results, lengths, (height, at_once, width), _warps(tile, width))
+    BACKWARD(grid, results, lengths, (height, at_once, width), _warps(tile, width))
 
 
 def _warps(tile: Tile, width: int) -> int:
@@ -410,6 +231,6 @@ EMBEDDING = register(
         fits=_fits,
         examples=_examples,
         benchmarks=(_shape(32000, 4096, 8192), _shape(151936, 896, 8192), _shape(100, 64, 16)),
-        launches=(FORWARD, PARTIAL, BACKWARD),
+        launches=(FORWARD, KEYS, STARTS, PARTIAL, BACKWARD),
     )
 )

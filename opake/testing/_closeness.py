@@ -108,7 +108,8 @@ def assert_close(
     if found.dtype in (torch.float32, torch.float64) and worst <= bar * scale:
         return
     # Half precision, or eager rounded to it on the way to fp32.
-    eps = torch.finfo(found.dtype).eps * scale
+    limits = torch.finfo(found.dtype)
+    eps = limits.eps * max(scale, limits.smallest_normal)  # no ulp is smaller
     bound = 2 * theirs.abs().max().item() + eps
     assert worst <= bound, f"{what}: off by {worst:.2e}, allowed are {bound:.2e}"
     mine, eagers = (x.square().mean().sqrt().item() for x in (ours, theirs))
