@@ -58,7 +58,8 @@ def check(gate: Any, up: Any) -> None:
     for name, x in (("gate", gate), ("up", up)):
         if not isinstance(x, Tensor):
             number(name, x)
-    if isinstance(gate, Tensor) and isinstance(up, Tensor):
+    both = [x for x in (gate, up) if isinstance(x, Tensor) and not x.is_nested]
+    if len(both) == 2:  # nested tensors have no shape to look at
         pairs = zip(reversed(gate.shape), reversed(up.shape), strict=False)
         if any(a != b and a != 1 and b != 1 for a, b in pairs):
             raise InvalidArgument(
