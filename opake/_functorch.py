@@ -41,8 +41,6 @@ SYMBOLS = tuple(
     )
 )
 
-unwrap_if_dead = functorch.unwrap_if_dead
-
 _RANDOMNESS = {
     functorch.RandomnessType.Error: "error",
     functorch.RandomnessType.Same: "same",
@@ -63,7 +61,7 @@ def apply(function: type[Function], *args: Any) -> Any:
         return function.apply(*args)  # type: ignore[no-untyped-call]
     top = functorch.peek_interpreter_stack()
     if top is None:
-        return _plainly(function, args)
+        return _plainly(function, _all_alive(args))
     kind = top.key()
     if kind == functorch.TransformType.Grad:
         return _through_grad(function, top, _all_alive(args))
@@ -77,11 +75,15 @@ def alive(x: Tensor) -> Tensor:
     return functorch.unwrap_if_dead(x)
 
 
-def in_front(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Return ``x`` with its mapped dimension in front, lazily repeated where it has none."""
+def in_front(x: Tensor, dim: int | None, size: int, of: int = 0) -> Tensor:
+    """Return ``x`` with its mapped dimension in front, lazily repeated where it has none.
+
+    In front ``of`` all dimensions, or of those from that one on.
+    """
     if dim is None:
-        return x.expand(size, *x.shape)
-    return x.movedim(dim, 0) if dim else x  # a view costs more than to ask
+        shape = x.shape
+        return x.unsqueeze(of).expand(*shape[:of], size, *shape[of:])
+    return x if dim == of else x.movedim(dim, of)  # a view costs more than to ask
 
 
 def _all_alive(args: Sequence[Any]) -> list[Any]:
@@ -92,17 +94,11 @@ def _recorded(args: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
 
 
-def _plainly(function: type[Function], args: Sequence[Any]) -> Any:
+def _plainly(function: type[Function], args: list[Any]) -> Any:
     """Apply outside of every transform; torch's own ``apply`` binds its signature at every call."""
-    alive_args, recorded = [], forward_ad._current_level >= 0
-    for x in args:
-        if isinstance(x, Tensor):
-            x = unwrap_if_dead(x)
-            recorded = recorded or x.requires_grad
-        alive_args.append(x)
-    if recorded and (torch.is_grad_enabled() or forward_ad._current_level >= 0):
-        return super(Function, function).apply(*alive_args)  # type: ignore[misc]
-    return function.forward(*alive_args)
+    if _recorded(args) or forward_ad._current_level >= 0:
+        return super(Function, function).apply(*args)  # type: ignore[misc]
+    return function.forward(*args)
 
 
 def _beneath(call: Callable[..., Any], *args: Any) -> Any:

@@ -17,7 +17,7 @@ from opake._functorch import alive, apply, in_front
 from opake.kernels._guard import launchable
 from opake.kernels._op import record
 
-__all__ = ["Core", "Gradients", "by_reference", "fused_function"]
+__all__ = ["Core", "Gradients", "fused_function"]
 
 Gradients = tuple[Tensor | None, ...]
 Tensors = tuple[Tensor | None, ...]
@@ -84,25 +84,19 @@ def fused_function(
         record(name, "triton" if can else "reference")
         return can
 
-    def completed(found: Gradients, *call: Any) -> Gradients:
-        """Add those gradients that are wanted and that the kernels leave out."""
-        wanted = call[2]
-        missing = [want and g is None for want, g in zip(wanted, found, strict=True)]
-        if True not in missing:
-            return found
-        batch, options, _, grads, tensors = call
-        others = by_reference(simple, batch, options, missing, grads, tensors)
-        return tuple(b if a is None else a for a, b in zip(found, others, strict=True))
-
     class Backward(Function):
         @staticmethod
         def forward(batch: int, options: Any, wanted: tuple[bool, ...], *flat: Any) -> Gradients:
             grads, tensors, kept = _split(flat)
             if (saved and kept[0] is None) or not launches(flat):
                 record(name, "reference")
-                return by_reference(simple, batch, options, wanted, grads, tensors)
+                return _by_reference(simple, batch, options, wanted, grads, tensors)
             found = bwd(batch, options, wanted, grads, tensors, kept)
-            return completed(found, batch, options, wanted, grads, tensors)
+            missing = [want and g is None for want, g in zip(wanted, found, strict=True)]
+            if True not in missing:
+                return found
+            others = _by_reference(simple, batch, options, missing, grads, tensors)
+            return tuple(b if a is None else a for a, b in zip(found, others, strict=True))
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Gradients) -> None:
@@ -113,7 +107,7 @@ def fused_function(
         def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
             batch, options, wanted = ctx.static
             grads, tensors, kept = _split(ctx.saved_tensors)
-            call = functools.partial(by_reference, simple, batch, options, wanted)
+            call = functools.partial(_by_reference, simple, batch, options, wanted)
             asked = [c for c, want in zip(cotangents, wanted, strict=True) if want]
             found = _double_backward(call, grads, tensors, asked)
             return (None, None, None, *found, *(None for _ in kept))
@@ -161,22 +155,14 @@ def fused_function(
             found = ctx.saved_tensors
             wanted, grads = ctx.needs_input_grad[2:], grads[:outputs]
             asked = core.wanted(wanted) if core else wanted
-            if not torch.is_grad_enabled() and not _transformed() and launches((*grads, *found)):
-                # What ``apply`` would come to; this thread is often cold, and slow to get there.
-                end = len(found) - saved
-                tensors, kept = (found[:end], found[end:]) if saved else (found, ())
-                if not kept or kept[0] is not None:
-                    pulled = bwd(batch, options, asked, grads, tensors, kept)
-                    pulled = completed(pulled, batch, options, asked, grads, tensors)
-                    if core:
-                        pulled = core.gradients(wanted, pulled, ctx.dtypes)
-                    return (None, None, *pulled)
             if forward_ad._current_level >= 0:
                 record(name, "reference")
                 tensors = found[: len(found) - saved]
-                pulled = by_reference(simple, batch, options, asked, grads, tensors)
-            else:
+                pulled = _by_reference(simple, batch, options, asked, grads, tensors)
+            elif torch.is_grad_enabled() or _transformed():
                 pulled = apply(Backward, batch, options, asked, *grads, *found)
+            else:  # what that comes to; this thread is often cold, and slow to get there
+                pulled = Backward.forward(batch, options, asked, *grads, *found)
             if core:
                 pulled = core.gradients(wanted, pulled, ctx.dtypes)
             return (None, None, *pulled)
@@ -188,7 +174,7 @@ def fused_function(
             if all(dim is None or i in rows for i, dim in enumerate(dims)):
                 # Behind the examples that are mapped further inside, in front of the rows.
                 tensors = [
-                    _moved(x, dim, info.batch_size, batch) if i in rows else x
+                    in_front(x, dim, info.batch_size, batch) if i in rows and x is not None else x
                     for i, (x, dim) in enumerate(zip(tensors, dims, strict=True))
                 ]
                 return apply(Forward, batch, options, *tensors), batch
@@ -249,15 +235,6 @@ def _differentiable(tensors: Sequence[Tensor | None]) -> bool:
     return False
 
 
-def _moved(x: Tensor | None, dim: int | None, size: int, to: int) -> Tensor | None:
-    if x is None:
-        return None
-    if dim is None:
-        shape = x.shape
-        return x.unsqueeze(to).expand(*shape[:to], size, *shape[to:])
-    return x if dim == to else x.movedim(dim, to)
-
-
 def _all_in_front(size: int, in_dims: Sequence[int | None], tensors: Sequence[Any]) -> list[Any]:
     """Move the mapped dimension of every tensor to the front, expanding what is not mapped."""
     pairs = zip(tensors, in_dims, strict=True)
@@ -274,7 +251,7 @@ def _over_examples(
     return function
 
 
-def by_reference(
+def _by_reference(
     reference: Callable[..., Any],
     batch: int,
     options: Any,

@@ -8,16 +8,13 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from opake.kernels._triton import Launch, jit, power_of_two, tl
-
-_GRID = 1 << 15  # groups of rows along the grid's second axis, of which CUDA allows 65 535
+from opake.kernels._triton import Launch, axes, find_group, jit, power_of_two, tl
 
 
 @jit
 def block(rows, cols, block_rows: tl.constexpr, block_cols: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return a program's rows (R, 1) and columns (1, C), int64, and which of them exist (R, C)."""
-    group = tl.program_id(2).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    row = group * block_rows + tl.arange(0, block_rows)[:, None]
+    row = find_group() * block_rows + tl.arange(0, block_rows)[:, None]
     col = tl.program_id(0).to(tl.int64) * block_cols + tl.arange(0, block_cols)[None, :]
     return row, col, (row < rows) & (col < cols)
 
@@ -70,8 +67,7 @@ def _run(
     tile = launch.tile(first.device, rows * cols)
     width = tile.elements if rows == 1 else min(tile.elements, power_of_two(cols))
     height = tile.elements // width if rows > 1 else 1
-    groups = -(-rows // height)
-    grid = (-(-cols // width), min(groups, _GRID), -(-groups // _GRID))
+    grid = axes(-(-cols // width), -(-rows // height))
     integers = (rows, cols, *(strides or (0,) * len(tensors)))
     launch(grid, tensors, integers, (height, width), tile.warps)
 

@@ -13,22 +13,10 @@ from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._elementwise import elementwise
 from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._op import Op, register
 from opake.kernels._triton import Launch, Tile
 
-__all__ = [
-    "SWEEP",
-    "TILES",
-    "check",
-    "examples",
-    "fits",
-    "gated_function",
-    "halves",
-    "packed_examples",
-    "packed_fits",
-    "packed_function",
-    "packed_shape",
-    "shape",
-]
+__all__ = ["SWEEP", "TILES", "check", "halves", "register_packed", "register_split"]
 
 SWEEP = [Tile(elements, warps) for elements in (1024, 2048, 4096, 8192) for warps in (4, 8)]
 TILES = {"": Tile(1024, 4)}
@@ -71,7 +59,7 @@ def check(gate: Any, up: Any) -> None:
 # ---- autograd and functorch
 
 
-def gated_function(
+def _split_function(
     name: str, reference: Callable[..., Tensor], forward: Launch, backward: Launch
 ) -> Callable[..., Any]:
     """Return the differentiable function of gate and up."""
@@ -89,7 +77,7 @@ def gated_function(
     return lambda gate, up: function(None, gate, up)
 
 
-def packed_function(
+def _packed_function(
     name: str, reference: Callable[..., Tensor], forward: Launch, backward: Launch
 ) -> Callable[..., Any]:
     """Return the differentiable function of one tensor that holds both, gate first."""
@@ -119,7 +107,7 @@ def _forward(launch: Launch, gate: Tensor, up: Tensor) -> tuple[Any, ...]:
 # ---- registration
 
 
-def fits(gate: Any, up: Any) -> str:
+def _fits(gate: Any, up: Any) -> str:
     """Name what the kernels cannot compute, ``""`` if nothing."""
     if not (isinstance(gate, Tensor) and isinstance(up, Tensor)):
         return "numbers are promoted by the reference"
@@ -132,12 +120,12 @@ def fits(gate: Any, up: Any) -> str:
     return ""
 
 
-def packed_fits(gate_up: Tensor) -> str:
+def _packed_fits(gate_up: Tensor) -> str:
     """Name what the kernels cannot compute, ``""`` if nothing."""
     return "" if gate_up.is_floating_point() else "integers are promoted by the reference"
 
 
-def examples(draw: Draw) -> Call:
+def _examples(draw: Draw) -> Call:
     """Draw gate and up, some of which broadcast."""
     sizes = draw.shape()
     other = list(sizes)
@@ -146,13 +134,13 @@ def examples(draw: Draw) -> Call:
     return Call((draw.tensor(sizes, draw.dtype()), draw.tensor(other, draw.dtype())))
 
 
-def packed_examples(draw: Draw) -> Call:
+def _packed_examples(draw: Draw) -> Call:
     """Draw a tensor of both."""
     *outer, inner = draw.shape(min_dims=1)
     return Call((draw.tensor([*outer, 2 * inner], draw.dtype()),))
 
 
-def shape(tokens: int, width: int) -> Shape:
+def _shape(tokens: int, width: int) -> Shape:
     """A benchmark of two tensors."""
 
     def make(device: str, dtype: torch.dtype) -> Call:
@@ -163,7 +151,7 @@ def shape(tokens: int, width: int) -> Shape:
     return Shape(f"{tokens}x{width}", make, forward=3 * elements, backward=5 * elements)
 
 
-def packed_shape(tokens: int, width: int) -> Shape:
+def _packed_shape(tokens: int, width: int) -> Shape:
     """A benchmark of one tensor."""
 
     def make(device: str, dtype: torch.dtype) -> Call:
@@ -171,3 +159,43 @@ def packed_shape(tokens: int, width: int) -> Shape:
 
     elements = tokens * width
     return Shape(f"{tokens}x2x{width}", make, forward=3 * elements, backward=5 * elements)
+
+
+def register_split(
+    function: Any, reference: Any, launches: tuple[Launch, Launch], crossover: dict[str, int]
+) -> Op:
+    """Register an activation of two tensors."""
+    name = function.__name__
+    return register(
+        Op(
+            name=name,
+            function=function,
+            reference=reference,
+            fused=_split_function(name, reference, *launches),
+            fits=_fits,
+            examples=_examples,
+            benchmarks=(_shape(8192, 14336), _shape(8192, 4864), _shape(1, 64)),
+            launches=launches,
+            crossover=crossover,
+        )
+    )
+
+
+def register_packed(
+    function: Any, reference: Any, launches: tuple[Launch, Launch], crossover: dict[str, int]
+) -> Op:
+    """Register an activation of one tensor that holds both."""
+    name = function.__name__
+    return register(
+        Op(
+            name=name,
+            function=function,
+            reference=reference,
+            fused=_packed_function(name, reference, *launches),
+            fits=_packed_fits,
+            examples=_packed_examples,
+            benchmarks=(_packed_shape(8192, 14336), _packed_shape(8192, 4864)),
+            launches=launches,
+            crossover=crossover,
+        )
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from opake.kernels._norm import RowTile
+from opake.kernels._norm import BACKWARD_SWEEP, BACKWARD_TILES, FORWARD_SWEEP, RowTile
 from opake.kernels._triton import Launch, jit, tl
 
 __all__ = ["BACKWARD", "FORWARD"]
@@ -207,28 +207,11 @@ def _layer_norm_bwd_kernel(  # type: ignore[no-untyped-def]
             tl.store(db_ptr + col, tl.sum(db, 0)[None, :], mask=col < cols)
 
 
+# Not contracted: what a mean takes away from a row of one has to be all of it.
 FORWARD = Launch(
     _layer_norm_fwd_kernel,
     {"": RowTile(per_thread=32, per_program=4096, longest=16384, per_sm=0)},
-    [
-        RowTile(each, whole, 16384, per_sm, stages)
-        for each in (8, 16, 32)
-        for whole in (1024, 4096)
-        for per_sm, stages in ((0, 1), (4, 2))
-    ],
+    FORWARD_SWEEP,
     contract=False,
 )
-BACKWARD = Launch(
-    _layer_norm_bwd_kernel,
-    {
-        "": RowTile(per_thread=32, per_program=2048, longest=8192, per_sm=2),
-        "sm_90": RowTile(per_thread=32, per_program=2048, longest=8192, per_sm=2, stages=3),
-    },
-    [
-        RowTile(each, 2048, 8192, per_sm, stages)
-        for each in (8, 16, 32)
-        for per_sm in (1, 2, 4)
-        for stages in (1, 2)
-    ],
-    contract=False,  # what the mean takes away is exactly nothing in a row of one
-)
+BACKWARD = Launch(_layer_norm_bwd_kernel, BACKWARD_TILES, BACKWARD_SWEEP, contract=False)

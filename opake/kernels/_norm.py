@@ -11,7 +11,15 @@ from torch import Tensor
 
 from opake.kernels._triton import Launch, Tile, jit, power_of_two, tl
 
-__all__ = ["Plan", "RowTile", "plan", "sum_partials"]
+__all__ = [
+    "BACKWARD_SWEEP",
+    "BACKWARD_TILES",
+    "FORWARD_SWEEP",
+    "SUM",
+    "RowTile",
+    "plan",
+    "sum_partials",
+]
 
 
 _LOOPED = 4096
@@ -35,6 +43,24 @@ class RowTile:
     longest: int
     per_sm: int = 4
     stages: int = 1
+
+
+FORWARD_SWEEP = [
+    RowTile(each, whole, 16384, per_sm, stages)
+    for each in (8, 16, 32)
+    for whole in (1024, 4096)
+    for per_sm, stages in ((0, 1), (4, 2))
+]
+BACKWARD_TILES = {
+    "": RowTile(per_thread=32, per_program=2048, longest=8192, per_sm=2),
+    "sm_90": RowTile(per_thread=32, per_program=2048, longest=8192, per_sm=2, stages=3),
+}
+BACKWARD_SWEEP = [
+    RowTile(each, 2048, 8192, per_sm, stages)
+    for each in (8, 16, 32)
+    for per_sm in (1, 2, 4)
+    for stages in (1, 2)
+]
 
 
 class Plan(NamedTuple):

@@ -9,7 +9,14 @@ from torch import Tensor
 
 from opake.kernels._autograd import Gradients
 from opake.kernels._layout import empty_like, rows_of
-from opake.kernels._norm import RowTile, plan, sum_partials
+from opake.kernels._norm import (
+    BACKWARD_SWEEP,
+    BACKWARD_TILES,
+    FORWARD_SWEEP,
+    RowTile,
+    plan,
+    sum_partials,
+)
 from opake.kernels._triton import Launch, jit, tl
 
 __all__ = ["BACKWARD", "FORWARD", "Options", "launch_backward", "launch_forward"]
@@ -232,31 +239,14 @@ def _rms_norm_bwd_kernel(  # type: ignore[no-untyped-def]
 
 # ---- launchers
 
+# Not contracted: what a mean takes away from a row of one has to be all of it.
 FORWARD = Launch(
     _rms_norm_fwd_kernel,
     {"": RowTile(per_thread=64, per_program=4096, longest=16384, per_sm=0)},
-    [
-        RowTile(each, whole, 16384, per_sm, stages)
-        for each in (8, 16, 32)
-        for whole in (1024, 4096)
-        for per_sm, stages in ((0, 1), (4, 2))
-    ],
+    FORWARD_SWEEP,
     contract=False,
 )
-BACKWARD = Launch(
-    _rms_norm_bwd_kernel,
-    {
-        "": RowTile(per_thread=32, per_program=2048, longest=8192, per_sm=2),
-        "sm_90": RowTile(per_thread=32, per_program=2048, longest=8192, per_sm=2, stages=3),
-    },
-    [
-        RowTile(each, 2048, 8192, per_sm, stages)
-        for each in (8, 16, 32)
-        for per_sm in (1, 2, 4)
-        for stages in (1, 2)
-    ],
-    contract=False,  # what the mean takes away is exactly nothing in a row of one
-)
+BACKWARD = Launch(_rms_norm_bwd_kernel, BACKWARD_TILES, BACKWARD_SWEEP, contract=False)
 
 
 class Options(NamedTuple):

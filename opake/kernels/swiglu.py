@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 from opake.kernels import _gated as gated
 from opake.kernels._elementwise import block
-from opake.kernels._op import Op, register
 from opake.kernels._triton import Launch, jit, tl
 
 # ---- reference
@@ -125,33 +124,12 @@ def swiglu_packed(gate_up: Tensor) -> Tensor:
 # ---- registration
 
 
-# pays_from in benchmarks/results/kernels_h200.json. Below, the host of an H200 is what takes time,
-# and an autograd function written in Python takes about 0.1 ms more of it than eager's operators.
-SWIGLU = register(
-    Op(
-        name="swiglu",
-        function=swiglu,
-        reference=swiglu_reference,
-        fused=gated.gated_function("swiglu", swiglu_reference, FORWARD, BACKWARD),
-        fits=gated.fits,
-        examples=gated.examples,
-        benchmarks=(gated.shape(8192, 14336), gated.shape(8192, 4864), gated.shape(1, 64)),
-        launches=(FORWARD, BACKWARD),
-        # On an idle queue, benchmarks/results/kernels_h200.json: there both take 0.43 ms, of which
-        # eager keeps the GPU busy for all and ours for half; below, our Python shows.
-        crossover={"sm_90": 58_720_256},
-    )
-)
-SWIGLU_PACKED = register(
-    Op(
-        name="swiglu_packed",
-        function=swiglu_packed,
-        reference=swiglu_packed_reference,
-        fused=gated.packed_function("swiglu_packed", swiglu_packed_reference, FORWARD, BACKWARD),
-        fits=gated.packed_fits,
-        examples=gated.packed_examples,
-        benchmarks=(gated.packed_shape(8192, 14336), gated.packed_shape(8192, 4864)),
-        launches=(FORWARD, BACKWARD),
-        crossover={"sm_90": 117_440_512},  # the same file: 0.57 ms, eager 1.38
-    )
+# Host times ("crossover") in benchmarks/results/kernels_h200.json. Here both take 0.43 ms, of which
+# eager keeps the GPU busy for all and ours for half; below, our Python shows.
+SWIGLU = gated.register_split(swiglu, swiglu_reference, (FORWARD, BACKWARD), {"sm_90": 58_720_256})
+SWIGLU_PACKED = gated.register_packed(
+    swiglu_packed,
+    swiglu_packed_reference,
+    (FORWARD, BACKWARD),
+    {"sm_90": 117_440_512},  # 0.57 ms, eager 1.38
 )
