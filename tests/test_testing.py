@@ -454,3 +454,20 @@ def test_hypothesis_is_optional() -> None:
     )
     unused = "import sys, opake.testing._ops; assert 'hypothesis' not in sys.modules"
     assert python(unused).returncode == 0
+
+
+def test_a_sum_of_what_fp16_cannot_hold_is_held_to_eager_alone() -> None:
+    x = torch.tensor([60000.0, -60000.0, 60000.0, -60000.0], dtype=torch.float16)
+
+    def product(x: Tensor, w: Tensor) -> Tensor:
+        return x * w
+
+    for seed in range(12):
+        assert_parity(
+            product,
+            product,
+            (x, torch.ones(3, dtype=torch.float16)),
+            transform="grad(vmap)",
+            in_dims=({0: 0},),
+            seed=seed,
+        )

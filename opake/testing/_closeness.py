@@ -62,13 +62,13 @@ def judge(
     try:
         compare(found, truth, eager, bar, slack)
     except AssertionError:
-        others = [shaken(k) for k in range(5)]
+        others = [shaken(k) for k in range(20)]
         noise = []
         for part, exact in enumerate(truth):
             allowed = list(slack[part]) or [0.0] * len(exact)
             for other, theirs in ((other[part], theirs[part]) for other, theirs in others):
                 for i, (x, y, z) in enumerate(zip(exact, other, theirs, strict=True)):
-                    # A remainder is the sum of a few roundings, of which five draws show some.
+                    # A remainder is the sum of a few roundings, of which twenty draws show some.
                     allowed[i] = max(allowed[i], _largest(x - y) + 4 * _largest(y - z))
             noise.append(allowed)
         compare(found, truth, eager, bar, (noise[0], noise[1]))
