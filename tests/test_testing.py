@@ -471,3 +471,14 @@ def test_a_sum_of_what_fp16_cannot_hold_is_held_to_eager_alone() -> None:
             in_dims=({0: 0},),
             seed=seed,
         )
+
+
+def test_what_no_normal_number_holds_may_be_zero() -> None:
+    def flushing(x: Tensor) -> Tensor:
+        held = x.detach()
+        return x - held + held.where(held.abs() > 1e-37, 0)
+
+    x = torch.tensor([1e-40, -3e-42])
+    assert_parity(flushing, torch.clone, (x,))
+    with pytest.raises(AssertionError):
+        assert_parity(flushing, torch.clone, (x * 1000,))
