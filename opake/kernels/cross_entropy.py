@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from types import NoneType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +13,18 @@ from torch.nn import functional as F
 from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._bounds import check_indices
-from opake.kernels._cross_entropy import (
-    Options,
-    cross_entropy_bwd_kernel,
-    cross_entropy_fwd_kernel,
-    cross_entropy_reduce_kernel,
-    flags,
-    numbers,
-    validate,
+from opake.kernels._cross_entropy import Options, validate
+from opake.kernels._cross_entropy_launch import (
+    BACKWARD,
+    FORWARD,
+    REDUCE,
+    group_inputs,
+    launch_bwd,
+    launch_fwd,
+    launch_reduce,
 )
 from opake.kernels._examples import Call, Draw, Shape
-from opake.kernels._layout import grouped
 from opake.kernels._op import Op, register
-from opake.kernels._triton import Launch, Tile, axes, power_of_two
 
 # ---- reference
 
@@ -77,43 +76,6 @@ def cross_entropy_reference(
 
 # ---- launchers
 
-_SWEEP = [Tile(elements, warps) for elements in (2048, 4096, 8192, 16384) for warps in (4, 8, 16)]
-# Two 16-byte loads of bf16 for every thread: what keeps an H200's memory busy at full occupancy.
-FORWARD = Launch(cross_entropy_fwd_kernel, {"": Tile(8192, 16)}, _SWEEP, contract=False)
-# Rounded as in the forward pass, a logit that is alone in its row has the probability of one.
-BACKWARD = Launch(cross_entropy_bwd_kernel, {"": Tile(4096, 8)}, _SWEEP, contract=False)
-REDUCE = Launch(cross_entropy_reduce_kernel, {"": Tile(1024, 8)})
-
-_SHORT = 1024  # elements: two or three 16-byte loads for each thread of four warps
-
-
-def _height(x: Tensor, tile: Tile, cols: int) -> int:
-    """Rows of a program: few, where they are short, since warps meet for the sum of each."""
-    room = tile.elements if x.device.type == "cpu" else _SHORT
-    return max(1, min(room // cols, power_of_two(x.shape[1])))
-
-
-def _warps(tile: Tile, elements: int) -> int:
-    return max(1, min(tile.warps, elements // 256))
-
-
-class _Inputs(NamedTuple):
-    """The inputs as the kernels take them: groups of rows."""
-
-    logits: Tensor
-    labels: Tensor
-    weight: Tensor | None
-
-    def integers(self) -> tuple[int, ...]:
-        strides = (*self.logits.stride()[:2], *self.labels.stride())
-        return (*strides, 0 if self.weight is None else self.weight.stride(0))
-
-
-def _grouped(batch: int, logits: Tensor, labels: Tensor, weight: Tensor | None) -> _Inputs:
-    x = grouped(logits, batch)
-    ids = labels.reshape(x.shape[:2])
-    return _Inputs(x, ids, None if weight is None else grouped(weight, batch))
-
 
 def _fwd(
     batch: int,
@@ -123,65 +85,18 @@ def _fwd(
     class_weight: Tensor | None,
     num_items: Tensor | None,
 ) -> tuple[Tensor | None, ...]:
-    inputs = _grouped(batch, logits, labels, class_weight)
+    inputs = group_inputs(batch, logits, labels, class_weight)
     loss = torch.empty(labels.shape, dtype=torch.float32, device=logits.device)
     stats = torch.empty((*labels.shape, 3), dtype=torch.float32, device=logits.device)
     if loss.numel():
-        _launch_fwd(options, inputs, loss, stats)
+        launch_fwd(options, inputs, loss, stats)
     if options.reduction == "none":
         return loss, stats, None
     out = torch.empty(labels.shape[:batch], dtype=torch.float32, device=logits.device)
     share = torch.empty_like(out)  # kept; the loss is the caller's, who may write to it
     if out.numel():
-        _launch_reduce(options, inputs, num_items, loss, out, share)
+        launch_reduce(options, inputs, num_items, loss, out, share)
     return out, stats, share
-
-
-def _launch_fwd(options: Options, inputs: _Inputs, loss: Tensor, stats: Tensor) -> None:
-    x = inputs.logits
-    groups, rows, classes = x.shape
-    tile = FORWARD.tile(x.device, x.numel())
-    # What lets Triton see that 16-byte loads are allowed, which the mask must not split either.
-    aligned = not (x.data_ptr() | x.stride(0) | x.stride(1) | classes) & 15
-    cols = min(tile.elements, power_of_two(classes))
-    width = min(16 // x.element_size() if aligned else 8, cols)
-    height = _height(x, tile, cols)
-    integers = (groups, rows, classes, *inputs.integers(), options.ignore_index)
-    constants = (*flags(options), aligned, height, cols // width, width)
-    FORWARD(
-        axes(-(-rows // height), groups),
-        (*inputs, loss, stats),
-        integers,
-        constants,
-        _warps(tile, height * cols),
-        numbers(options, classes),
-    )
-
-
-def _launch_reduce(
-    options: Options,
-    inputs: _Inputs,
-    num_items: Tensor | None,
-    loss: Tensor,
-    out: Tensor,
-    share: Tensor,
-) -> None:
-    groups, rows, classes = inputs.logits.shape
-    items = None if num_items is None else num_items.reshape(groups)
-    mean = options.reduction == "mean"
-    counted = mean and items is None and options.num_items is None
-    divisor = options.num_items if mean and options.num_items is not None else 1.0
-    tile = REDUCE.tile(out.device, rows)
-    block = min(tile.elements, max(64, power_of_two(rows)))
-    strides = inputs.integers()[2:]
-    REDUCE(
-        (groups, 1, 1),
-        (loss, *inputs[1:], items, out, share),
-        (rows, classes, *strides, 0 if items is None else items.stride(0), options.ignore_index),
-        (counted, block),
-        _warps(tile, 4 * block),
-        (divisor,),
-    )
 
 
 def _bwd(
@@ -194,21 +109,13 @@ def _bwd(
     dlogits = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     if not dlogits.numel():
         return dlogits, None, None, None
-    inputs = _grouped(batch, logits, labels, class_weight)
-    groups, rows, classes = inputs.logits.shape
+    inputs = group_inputs(batch, logits, labels, class_weight)
+    groups, rows, _ = inputs.logits.shape
     grad = grad.reshape(groups, rows if options.reduction == "none" else 1)
-    grad_strides = (grad.stride(0), grad.stride(1) if options.reduction == "none" else 0)
-    tile = BACKWARD.tile(logits.device, logits.numel())
-    cols = min(tile.elements, power_of_two(classes))
-    height = _height(inputs.logits, tile, cols)
-    BACKWARD(
-        axes(-(-rows // height) * -(-classes // cols), groups),
-        (grad, share, *inputs, stats.contiguous(), dlogits),
-        (groups, rows, classes, *grad_strides, *inputs.integers(), options.ignore_index),
-        (*flags(options), height, cols),
-        _warps(tile, height * cols),
-        (*numbers(options, classes), options.logit_scale),
-    )
+    grad = grad.expand(groups, rows)
+    # Where gradients alone are mapped, what was kept comes expanded.
+    share = None if share is None else share.contiguous()
+    launch_bwd(options, inputs, grad, share, stats.contiguous(), dlogits)
     return dlogits, None, None, None
 
 
