@@ -17,7 +17,7 @@ from opake._functorch import alive, apply, in_front
 from opake.kernels._guard import launchable
 from opake.kernels._op import record
 
-__all__ = ["Core", "Gradients", "fused_function"]
+__all__ = ["Core", "Gradients", "fused_function", "transformed"]
 
 Gradients = tuple[Tensor | None, ...]
 Tensors = tuple[Tensor | None, ...]
@@ -51,6 +51,7 @@ def fused_function(
     rows: Sequence[int] = (),
     core: Core | None = None,
     shapes: Sequence[int] = (),
+    backend: str = "triton",
 ) -> Callable[..., Any]:
     """Return ``fused(options, *tensors)``, right under autograd and every functorch transform.
 
@@ -75,13 +76,14 @@ def fused_function(
         core: what the backward pass differentiates, where that is not the inputs.
         shapes: positions of tensors of which it needs no more than shape and dtype, while no other
             has a gradient: their memory is not kept.
+        backend: what ``fwd`` and ``bwd`` are recorded as.
     """
     simple = core.reference if core else reference
     several = outputs + saved > 1
 
     def launches(tensors: Sequence[Any]) -> bool:
         can = launchable(tensors)
-        record(name, "triton" if can else "reference")
+        record(name, backend if can else "reference")
         return can
 
     class Backward(Function):
@@ -154,12 +156,14 @@ def fused_function(
             batch, options = ctx.static
             found = ctx.saved_tensors
             wanted, grads = ctx.needs_input_grad[2:], grads[:outputs]
+            if grads[0] is None and all(g is None for g in grads):
+                return (None, None, *(None for _ in wanted))
             asked = core.wanted(wanted) if core else wanted
             if forward_ad._current_level >= 0:
                 record(name, "reference")
                 tensors = found[: len(found) - saved]
                 pulled = _by_reference(simple, batch, options, asked, grads, tensors)
-            elif torch.is_grad_enabled() or _transformed():
+            elif torch.is_grad_enabled() or transformed():
                 pulled = apply(Backward, batch, options, asked, *grads, *found)
             else:  # what that comes to; this thread is often cold, and slow to get there
                 pulled = Backward.forward(batch, options, asked, *grads, *found)
@@ -203,10 +207,10 @@ def fused_function(
     recorded: Any = super(Function, Plain).apply  # its own binds a signature first
 
     def fused(options: Any, *tensors: Tensor | None) -> Any:
-        if torch.compiler.is_compiling() or _transformed() or not launchable(tensors):
+        if torch.compiler.is_compiling() or transformed() or not launchable(tensors):
             found = apply(Forward, 0, options, *tensors)
         else:
-            record(name, "triton")
+            record(name, backend)
             if torch.is_grad_enabled() and _differentiable(tensors):
                 found = recorded(0, options, *tensors)
             else:
@@ -219,7 +223,8 @@ def fused_function(
     return fused
 
 
-def _transformed() -> bool:
+def transformed() -> bool:
+    """Tell whether a functorch transform or forward mode is active."""
     return peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

@@ -34,6 +34,7 @@ class Op:
         reference: plain, differentiable PyTorch with the same signature.
         fused: the kernels, both passes, right under every functorch transform.
         examples: draws a call for the tests; every kind of input that is allowed.
+        portable: what runs where the kernels do not, if that is not the reference: for less memory.
         fits: names what in the arguments the kernels cannot compute, ``""`` if nothing; by default
             integers.
         benchmarks: the shapes to time.
@@ -48,6 +49,7 @@ class Op:
     reference: Callable[..., Any]
     fused: Callable[..., Any]
     examples: Callable[[Draw], Call]
+    portable: Callable[..., Any] | None = None
     fits: Callable[..., str] = _fits
     benchmarks: tuple[Shape, ...] = ()
     launches: tuple[Launch, ...] = ()
@@ -68,7 +70,7 @@ class Op:
             found = ", ".join(str(x.device) for x in tensors((*args, *kwargs.values())))
             raise InvalidArgument(f"{self.name} needs its inputs on one device; found {found}")
         record(self.name, "reference")
-        return self.reference(*args, **kwargs)
+        return (self.portable or self.reference)(*args, **kwargs)
 
 
 _registry: dict[str, Op] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -104,7 +105,8 @@ class Launch:
     def _interpret(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         import numpy as np
 
-        with np.errstate(all="ignore"):  # GPUs do not warn of infinities either
+        with np.errstate(all="ignore"), warnings.catch_warnings():  # nor do GPUs warn
+            warnings.simplefilter("ignore", RuntimeWarning)
             self.kernel[grid](*args)
 
     def _launch(

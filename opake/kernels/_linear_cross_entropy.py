@@ -1,0 +1,356 @@
+"""The head and the cross entropy in one, a chunk of tokens at a time, in both passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from opake.kernels._autograd import Gradients
+from opake.kernels._cross_entropy import Options as LossOptions
+from opake.kernels._cross_entropy_launch import Inputs, launch_bwd, launch_fwd
+from opake.kernels._layout import grouped
+from opake.kernels._triton import Launch, Tile, jit, tl
+from opake.kernels.cross_entropy import cross_entropy_reference
+
+__all__ = ["SCALE", "Formed", "Options", "backward", "default_budget", "formable", "forward"]
+
+_WIDE = 64 << 20
+"""Bytes up to which sums over chunks, and what is yet to be multiplied, are kept in fp32."""
+
+
+class Formed:
+    """Gradients of weight and bias that the forward pass has formed, for one backward pass."""
+
+    def __init__(self) -> None:
+        self.gradients: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def take(self) -> tuple[Tensor | None, Tensor | None]:
+        """Give them away: a second backward pass must not find what the first one returned."""
+        found, self.gradients = self.gradients, (None, None)
+        return found
+
+
+class Options(NamedTuple):
+    """What is no tensor.
+
+    Attributes:
+        loss: of the cross entropy.
+        budget: bytes of logits at a time.
+        forms: whether the forward pass forms the gradients of hidden states, weight and bias. The
+            last two only where all losses will have one and the same incoming gradient.
+        box: where the last two are put.
+    """
+
+    loss: LossOptions
+    budget: int
+    forms: tuple[bool, bool, bool]
+    box: Formed
+
+
+def formable(dtype: torch.dtype) -> bool:
+    """Tell whether gradients may be formed before the incoming one is known.
+
+    fp16 is trained with losses scaled up, without which its gradients vanish.
+    """
+    return dtype != torch.float16
+
+
+def default_budget(hidden: Tensor, weight: Tensor) -> int:
+    """Bytes of logits at a time: in proportion to what there is anyway, or a part of the device."""
+    around = 4 * (hidden.numel() + weight.numel()) * weight.element_size() // 3
+    return max(_LEAST, min(around, _memory(weight.device) // 256))
+
+
+_LEAST = 64 << 20
+
+
+def _memory(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 64 << 30
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+# ---- tokens, chunk by chunk
+
+Chunk = tuple[slice, slice]
+
+
+class _Tokens:
+    """The arguments as groups of rows; the groups share their weights, or have one each."""
+
+    def __init__(self, batch: int, options: Options, tensors: Any, *, apart: bool, plain: bool):
+        hidden, weight, labels, bias, class_weight, share = tensors
+        heads = [_stacked(x, batch) for x in (weight, bias, class_weight)]
+        apart = apart or any(x is not None and x.shape[0] > 1 for x in heads)
+        self.x = grouped(hidden, batch if apart else 0)
+        self.shape = self.x.shape[:2]
+        self.labels, self.share = labels.reshape(self.shape), share.reshape(self.shape)
+        self.bias, self.class_weight = heads[1:]
+        if self.class_weight is not None and self.class_weight.stride(-1) != 1:
+            self.class_weight = self.class_weight.contiguous()
+        self.weight: Tensor = heads[0]  # type: ignore[assignment]
+        self.options, self.plain = options, plain
+        self.classes = weight.shape[-2]
+
+    def chunks(self) -> Iterator[Chunk]:
+        """As many groups, or rows of one group, as there is room for."""
+        groups, rows = self.shape
+        room = max(1, self.options.budget // (self.classes * self.x.element_size()))
+        if rows <= room:
+            step = max(1, room // max(rows, 1))
+            for g in range(0, groups, step):
+                yield slice(g, min(g + step, groups)), slice(0, rows)
+            return
+        step = -(-rows // -(-rows // room))  # chunks are alike, and whole tiles where that fits
+        step = min(-(-step // _TILE) * _TILE, max(room // _TILE * _TILE, step))
+        for g in range(groups):
+            for r in range(0, rows, step):
+                yield slice(g, g + 1), slice(r, min(r + step, rows))
+
+    def buffer(self) -> Tensor:
+        """Room for the logits of every chunk."""
+        most = max((c[0].stop - c[0].start) * (c[1].stop - c[1].start) for c in self.chunks())
+        return self.x.new_empty(most * self.classes)
+
+    def logits(self, chunk: Chunk, buffer: Tensor) -> Tensor:
+        """Compute those of a chunk, in the dtype of the hidden states, rounded once."""
+        x, weight, bias = self.x[chunk], self.weight, self.bias
+        out = buffer[: x.shape[0] * x.shape[1] * self.classes].view(*x.shape[:2], self.classes)
+        if bias is not None:
+            out.copy_(_of(bias, chunk).unsqueeze(1).expand_as(out))
+        _multiply(x, _of(weight, chunk).transpose(1, 2), out, add=bias is not None)
+        return out
+
+    def inputs(self, chunk: Chunk, logits: Tensor) -> Inputs:
+        """Those of the cross entropy."""
+        weight = self.class_weight
+        if weight is not None:
+            weight = _of(weight, chunk).expand(logits.shape[0], -1)
+        return Inputs(logits, self.labels[chunk], weight)
+
+    def losses(self, chunk: Chunk, logits: Tensor, loss: Tensor, stats: Tensor) -> None:
+        """Write the losses of a chunk."""
+        inputs = self.inputs(chunk, logits)
+        if self.plain:
+            loss[chunk] = _plain_losses(self.options.loss, inputs)
+        else:
+            launch_fwd(self.options.loss, inputs, loss[chunk], stats[chunk])
+
+    def pull_back(self, chunk: Chunk, logits: Tensor, grad: Tensor, stats: Tensor) -> None:
+        """Turn the logits of a chunk into their gradient."""
+        inputs = self.inputs(chunk, logits)
+        if not self.plain:
+            launch_bwd(self.options.loss, inputs, grad[chunk], None, stats[chunk], logits)
+            return
+        with torch.enable_grad():
+            leaf = logits.detach().requires_grad_()
+            loss = _plain_losses(self.options.loss, inputs._replace(logits=leaf))
+        (found,) = torch.autograd.grad(loss, leaf, grad[chunk].to(loss.dtype))
+        logits.copy_(found)
+
+
+_TILE = 128  # rows of a tile in matrix products
+
+
+def _stacked(x: Tensor | None, batch: int) -> Tensor | None:
+    """One of the head's tensors with the groups in front: one, if they share it."""
+    if x is None:
+        return None
+    sizes = list(zip(x.shape, x.stride(), strict=True))[:batch]
+    if all(stride == 0 or size == 1 for size, stride in sizes):
+        return x[(0,) * batch].unsqueeze(0)
+    return x.reshape(x.shape[:batch].numel(), *x.shape[batch:])
+
+
+def _of(x: Tensor, chunk: Chunk) -> Tensor:
+    return x if x.shape[0] == 1 else x[chunk[0]]
+
+
+def _plain_losses(options: LossOptions, inputs: Inputs) -> Tensor:
+    weight = None if inputs.weight is None else inputs.weight.unsqueeze(1)
+    chosen = options._asdict()
+    return cross_entropy_reference(inputs.logits, inputs.labels, class_weight=weight, **chosen)
+
+
+def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+    """Write ``a @ b``, or add it, for stacks of matrices; those of ``b`` may be one for all."""
+    if b.shape[0] == 1:
+        a, b, out = a.reshape(-1, a.shape[-1]), b[0], out.view(-1, out.shape[-1])
+    if out.dtype == a.dtype:
+        if a.dim() == 2:
+            torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+        else:
+            torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
+        return
+    if a.device.type == "cuda":
+        function: Any = torch.mm if a.dim() == 2 else torch.bmm
+        found = function(a, b, out_dtype=out.dtype)
+    else:
+        found = a.to(out.dtype) @ b.to(out.dtype)
+    out.add_(found) if add else out.copy_(found)
+
+
+class _Sums:
+    """The wanted gradients, added up over chunks."""
+
+    def __init__(self, tokens: _Tokens, wanted: Sequence[bool], *, wide: bool) -> None:
+        """Where ``wide``, what is small stays in fp32, as it is yet to be multiplied."""
+        self.tokens = tokens
+        x, classes = tokens.x, tokens.classes
+        groups, _, width = x.shape
+        several = len({c[1].start for c in tokens.chunks()}) > 1
+        self.hidden = self._room(x.shape, wide) if wanted[0] else None
+        shape = (groups, classes, width)
+        self.weight = self._room(shape, wide or several) if wanted[1] else None
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        self.bias = x.new_zeros((groups, classes), dtype=dtype) if wanted[2] else None
+
+    def _room(self, shape: Sequence[int], wide: bool) -> Tensor:
+        x = self.tokens.x
+        if wide and 4 * torch.Size(shape).numel() <= _WIDE:
+            return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        return x.new_empty(shape)
+
+    def add(self, chunk: Chunk, dlogits: Tensor) -> None:
+        """Add a chunk's; those of a group come one after the other, the first row's first."""
+        if self.hidden is not None:
+            weight = _of(self.tokens.weight, chunk)
+            _multiply(dlogits, weight, self.hidden[chunk], add=False)
+        later = chunk[1].start > 0
+        if self.weight is not None:
+            x, out = self.tokens.x[chunk], self.weight[chunk[0]]
+            _multiply(dlogits.transpose(1, 2), x, out, add=later)
+        if self.bias is not None:
+            self.bias[chunk[0]] += dlogits.sum(1, dtype=self.bias.dtype)
+
+
+# ---- passes
+
+
+def forward(
+    batch: int, options: Options, *tensors: Any, plain: bool = False
+) -> tuple[Tensor | None, ...]:
+    """Each token's share of the loss; what the backward pass needs; a gradient if it is formed."""
+    labels = tensors[2]
+    tokens = _Tokens(batch, options, tensors, apart=False, plain=plain)
+    dtype = torch.promote_types(tokens.x.dtype, torch.float32)
+    loss = tokens.x.new_empty(tokens.shape, dtype=dtype)
+    stats = loss.new_empty((*tokens.shape, 0 if plain else 3))
+    sums = _Sums(tokens, options.forms, wide=True) if any(options.forms) else None
+    buffer = tokens.buffer()
+    for chunk in tokens.chunks():
+        logits = tokens.logits(chunk, buffer)
+        tokens.losses(chunk, logits, loss, stats)
+        if sums is not None:
+            tokens.pull_back(chunk, logits, tokens.share, stats)
+            sums.add(chunk, logits)
+    loss *= tokens.share
+    hidden = None
+    if sums is not None:
+        options.box.gradients = (sums.weight, sums.bias)
+        hidden = None if sums.hidden is None else sums.hidden.view(tensors[0].shape)
+    return loss.view(labels.shape), stats.view(*labels.shape, stats.shape[-1]), hidden
+
+
+def backward(
+    batch: int,
+    options: Options,
+    wanted: Any,
+    grads: Any,
+    tensors: Any,
+    saved: Any,
+    *,
+    plain: bool = False,
+) -> Gradients:
+    """The gradients of hidden states, weight and bias; of class weights only by plain PyTorch."""
+    hidden, weight, _, bias, _, _ = tensors
+    (grad,), (stats, formed) = grads, saved
+    asked = (wanted[0], wanted[1], wanted[3])
+    made = [formed, None, None]
+    uniform = not batch and formable(hidden.dtype) and _uniform(grad)
+    if uniform:
+        made[1:] = options.box.take()
+    missing = [want and x is None for want, x in zip(asked, made, strict=True)]
+    apart = bool(batch) and (asked[1] or asked[2])
+    tokens = _Tokens(batch, options, tensors, apart=apart, plain=plain)
+    by = grad.reshape(tokens.shape)
+    scaled = [True, uniform, uniform]
+    if any(missing):
+        # As in the forward pass, so that a second backward pass finds the same to the last bit.
+        share = tokens.share if uniform else tokens.share * by
+        scaled[0] = uniform or not missing[0]
+        stats = stats.reshape(*tokens.shape, stats.shape[-1]).contiguous()
+        found = _recompute(tokens, missing, share, stats, wide=uniform)
+        made = [new if miss else x for new, miss, x in zip(found, missing, made, strict=True)]
+    out: list[Tensor | None] = []
+    for x, like, want, multiply in zip(made, (hidden, weight, bias), asked, scaled, strict=True):
+        if not want:
+            out.append(None)
+            continue
+        if multiply:
+            rows = tokens.x.shape[-1] if like is hidden else x.numel()
+            x = _scaled(x.contiguous(), by.reshape(-1), rows, like.dtype, plain=plain)
+        out.append(x.to(like.dtype).view(like.shape))
+    return out[0], out[1], None, out[2], None, None
+
+
+def _uniform(grad: Tensor) -> bool:
+    """Tell whether the incoming gradient is one number, by how it lies in memory."""
+    pairs = zip(grad.shape, grad.stride(), strict=True)
+    return all(stride == 0 or size == 1 for size, stride in pairs)
+
+
+def _recompute(
+    tokens: _Tokens, wanted: Sequence[bool], grad: Tensor, stats: Tensor, *, wide: bool
+) -> tuple[Tensor | None, ...]:
+    sums = _Sums(tokens, wanted, wide=wide)
+    buffer = tokens.buffer()
+    for chunk in tokens.chunks():
+        logits = tokens.logits(chunk, buffer)
+        tokens.pull_back(chunk, logits, grad, stats)
+        sums.add(chunk, logits)
+    return sums.hidden, sums.weight, sums.bias
+
+
+# ---- multiplying what was formed
+
+
+@jit
+def _scale_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, by_ptr, out_ptr, size, cols, by_row, in_place: tl.constexpr, block: tl.constexpr
+):
+    """``out = x * by[row]``; in place, there is nothing to do where that is one."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    mask = at < size
+    by = tl.load(by_ptr + at // cols * by_row, mask=mask, other=1.0)
+    if in_place:
+        mask = mask & (by != 1.0)
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (x * by).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+SCALE = Launch(_scale_kernel, {"": Tile(4096, 8)}, [Tile(2048, 4), Tile(4096, 8), Tile(8192, 8)])
+
+
+def _scaled(x: Tensor, by: Tensor, cols: int, dtype: torch.dtype, *, plain: bool) -> Tensor:
+    """Multiply ``x``, contiguous, row by row of ``cols``, in place where it is large and ours."""
+    whole = cols == x.numel()
+    in_place = whole and x.dtype == dtype and x.numel() * x.element_size() > _WIDE
+    out = x if in_place else torch.empty_like(x, dtype=dtype)
+    if not x.numel():
+        return out
+    if plain:
+        rows = x.view(-1, cols)
+        return out.copy_((rows * by[: len(rows), None]).view_as(x))
+    tile = SCALE.tile(x.device, x.numel())
+    SCALE(
+        (-(-x.numel() // tile.elements), 1, 1),
+        (x, by, out),
+        (x.numel(), cols, 0 if whole else by.stride(0)),
+        (in_place, tile.elements),
+        tile.warps,
+    )
+    return out

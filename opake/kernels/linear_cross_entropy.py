@@ -1,0 +1,370 @@
+"""The cross entropy of a linear head, whose logits are never all there at once."""
+
+from __future__ import annotations
+
+import functools
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from opake.errors import InvalidArgument, InvalidType
+from opake.kernels._arguments import number, require_tensors
+from opake.kernels._autograd import fused_function, transformed
+from opake.kernels._bounds import check_indices
+from opake.kernels._cross_entropy import Options as LossOptions
+from opake.kernels._cross_entropy import validate
+from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._guard import tensors
+from opake.kernels._linear_cross_entropy import (
+    SCALE,
+    Formed,
+    Options,
+    backward,
+    default_budget,
+    formable,
+    forward,
+)
+from opake.kernels._op import Op, register
+from opake.kernels.cross_entropy import cross_entropy_reference
+
+# ---- reference
+
+
+def linear_cross_entropy_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    shift: bool = False,
+    memory_budget: int | None = None,
+    **options: Any,
+) -> Tensor:
+    """:func:`linear_cross_entropy` in plain PyTorch, with all logits at once."""
+    if shift:
+        labels = _shifted(labels, options.get("ignore_index", -100))
+    loss = cross_entropy_reference(F.linear(hidden, weight, bias), labels, **options)
+    return loss[..., :-1] if shift and options.get("reduction") == "none" else loss
+
+
+def _shifted(labels: Tensor, ignore_index: int) -> Tensor:
+    """The next token's labels; the last has none, which costs less than a copy of all others."""
+    return F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+
+
+# ---- autograd and functorch
+#
+# What is fused is every token's share of the loss. Its sum is plain PyTorch's business: so examples
+# that share a head are more tokens, whatever is mapped, and the head has one gradient.
+
+
+def _shares(
+    options: Options,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    share: Tensor,
+) -> Tensor:
+    logits = F.linear(hidden, weight, bias)
+    loss = options.loss._asdict()
+    return cross_entropy_reference(logits, labels, class_weight=class_weight, **loss) * share
+
+
+def _function(plain: bool) -> Any:
+    return fused_function(
+        "linear_cross_entropy",
+        _shares,
+        functools.partial(forward, plain=plain),
+        functools.partial(backward, plain=plain),
+        saved=2,
+        rows=(0, 2, 5),
+        backend="reference" if plain else "triton",
+    )
+
+
+def _loss(
+    function: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    shift: bool = False,
+    memory_budget: int | None = None,
+    class_weight: Tensor | None = None,
+    reduction: str = "mean",
+    num_items: float | Tensor | None = None,
+    **chosen: Any,
+) -> Tensor:
+    loss = LossOptions(**chosen, reduction="none")
+    if shift:
+        labels = _shifted(labels, loss.ignore_index)
+    device = hidden.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)  # what F.linear computes in
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    divisor = _divisor(labels, class_weight, loss.ignore_index, reduction, num_items, weight)
+    # A divisor that is trained divides in the end.
+    late = isinstance(divisor, Tensor) and divisor.requires_grad
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    share = torch.ones((), dtype=dtype, device=hidden.device)
+    if divisor is not None and not late:
+        share = share / divisor
+    forms = torch.is_grad_enabled() and formable(hidden.dtype)
+    whole = forms and reduction != "none" and not transformed()
+    asked = (
+        forms and hidden.requires_grad,
+        whole and weight.requires_grad,
+        whole and bias is not None and bias.requires_grad,
+    )
+    budget = memory_budget or default_budget(hidden, weight)
+    options = Options(loss, budget, asked, Formed())
+    share = share.expand(labels.shape)
+    found: Tensor = function(options, hidden, weight, labels, bias, class_weight, share)
+    if reduction == "none":
+        return found[..., :-1] if shift else found
+    found = found.sum()
+    return found if divisor is None or not late else found / divisor
+
+
+def _divisor(
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    num_items: float | Tensor | None,
+    weight: Tensor,
+) -> float | Tensor | None:
+    """What the sum of the losses is divided by."""
+    if reduction != "mean":
+        return None
+    if num_items is not None:
+        return num_items
+    valid = labels != ignore_index
+    if class_weight is None:
+        return valid.sum()
+    used = valid & (labels >= 0) & (labels < weight.shape[-2])
+    chosen = class_weight.float()[labels.masked_fill(~used, 0).long()]
+    return chosen.masked_fill(~used, 0.0).sum()
+
+
+_kernels, _chunks = _function(plain=False), _function(plain=True)
+
+
+def _fused(*args: Any, **kwargs: Any) -> Tensor:
+    return _loss(_kernels, *args, **kwargs)
+
+
+def _portable(*args: Any, **kwargs: Any) -> Tensor:
+    """Without kernels, in chunks all the same where only memory is what keeps them from running."""
+    found = list(tensors((*args, *kwargs.values())))
+    ordinary = all(type(x) in (Tensor, torch.nn.Parameter) and not x.is_nested for x in found)
+    ordinary &= torch.is_inference_mode_enabled() or not any(x.is_inference() for x in found)
+    unseen = forward_ad._current_level < 0 and not torch._C._is_tracing()
+    if ordinary and unseen and all(x.numel() for x in found[:2]):
+        return _loss(_chunks, *args, **kwargs)
+    return linear_cross_entropy_reference(*args, **kwargs)
+
+
+# ---- public
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    shift: bool = False,
+    memory_budget: int | None = None,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: float | Tensor | None = None,
+) -> Tensor:
+    """Compute :func:`cross_entropy` of ``hidden @ weight.T + bias`` without the logits' memory.
+
+    Logits are there for a chunk of tokens at a time, and become their own gradient there. Where
+    that of the loss will be one number, those of ``hidden``, ``weight`` and ``bias`` are formed in
+    the forward pass (as by Hsu et al. 2024, "Liger Kernel"); a second backward pass computes them
+    again. What is frozen costs nothing.
+
+    Args:
+        hidden: (..., S, H).
+        weight: (V, H), of the dtype of ``hidden``, in which logits are rounded, as by a linear
+            layer. Its gradient, if it has more than 16M numbers, is added up over chunks in that
+            dtype too, else in fp32.
+        labels: (..., S), int32 or int64.
+        bias: (V,).
+        shift: compare every token's logits with the next one's label.
+        memory_budget: bytes of logits at a time; at least one token's are computed. By default in
+            proportion to ``hidden`` and ``weight``, up to 1/256 of the GPU's memory.
+        class_weight: as for :func:`cross_entropy`, like all that follow.
+        ignore_index: the label of tokens that have no loss.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
+        label_smoothing: in [0, 1].
+        softcap: positive; None caps nothing.
+        logit_scale: multiplies the logits, before they are capped.
+        z_loss: the coefficient.
+        num_items: what the mean divides by instead of the number of tokens with a loss.
+
+    Returns:
+        fp32 for half precision, else the dtype of ``hidden``: (..., S), with ``shift``
+        (..., S - 1), for ``"none"``, else a number.
+
+    Raises:
+        IndexError: on the CPU, a label outside of [0, V) that is not ``ignore_index``. On a GPU,
+            that token's loss is NaN and its gradient zero.
+        InvalidArgument: shapes or values that cannot be used.
+        InvalidType: labels that are no indices, what is no tensor or no number, or tensors of
+            several dtypes.
+
+    Under ``vmap`` the examples' tokens are computed together if they share the head, of which no
+    copies are made; the gradients of a head that is trained come back for each example. Where no
+    kernel can run, plain PyTorch computes the same chunks.
+    """
+    require_tensors(hidden=hidden, weight=weight, labels=labels)
+    label_smoothing = number("label_smoothing", label_smoothing)
+    softcap = None if softcap is None else number("softcap", softcap)
+    logit_scale, z_loss = number("logit_scale", logit_scale), number("z_loss", z_loss)
+    if not isinstance(num_items, (Tensor, NoneType)):
+        num_items = number("num_items", num_items)
+    _check(hidden, weight, labels, bias, shift, memory_budget)
+    logits = hidden.new_empty(()).expand(*hidden.shape[:-1], weight.shape[0])
+    validate(logits, labels, class_weight, reduction, label_smoothing, softcap, num_items)
+    ignore_index = int(number("ignore_index", ignore_index))
+    if labels.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
+        labels = labels.long()
+    compared = labels[..., 1:] if shift else labels
+    check_indices("labels", compared, weight.shape[0], ignore_index)
+    if isinstance(num_items, Tensor) and num_items.device != hidden.device:
+        num_items = num_items.to(hidden.device, non_blocking=True)
+    result: Tensor = LINEAR_CROSS_ENTROPY(
+        hidden,
+        weight,
+        labels,
+        bias,
+        shift=shift,
+        memory_budget=memory_budget,
+        class_weight=class_weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        z_loss=z_loss,
+        num_items=num_items,
+    )
+    return result
+
+
+def _check(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None,
+    shift: bool,
+    memory_budget: int | None,
+) -> None:
+    found = f"found {tuple(hidden.shape)} and {tuple(weight.shape)}"
+    if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1]:
+        raise InvalidArgument(f"hidden is (..., S, H) and weight (V, H); {found}")
+    if not weight.shape[0]:
+        raise InvalidArgument(f"weight has a row for each of V > 0 classes; {found}")
+    if labels.shape != hidden.shape[:-1]:
+        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
+        raise InvalidArgument(f"hidden is (..., S, H) and labels (..., S); found {shapes}")
+    if shift and (hidden.dim() < 2 or not hidden.shape[-2]):
+        raise InvalidArgument(f"shift needs a token, hidden (..., S, H); {found}")
+    if bias is not None:
+        require_tensors(bias=bias)
+        if bias.shape != weight.shape[:1]:
+            raise InvalidArgument(f"bias is ({weight.shape[0]},); found {tuple(bias.shape)}")
+    dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
+    device = hidden.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if (len(dtypes) > 1 and not cast) or not all(x.is_floating_point for x in dtypes):
+        names = ", ".join(sorted(map(str, dtypes)))
+        raise InvalidType(
+            f"hidden, weight and bias have one floating-point dtype; found {names}: cast the head, "
+            "or use torch.autocast"
+        )
+    whole = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
+    if memory_budget is not None and not (whole and memory_budget > 0):
+        raise InvalidArgument(f"memory_budget is a number of bytes; found {memory_budget!r}")
+
+
+# ---- registration
+
+
+def _fits(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str:
+    return "" if hidden.numel() and weight.numel() else "there is nothing to multiply"
+
+
+def _examples(draw: Draw) -> Call:
+    *outer, width = draw.shape(min_dims=1, max_elements=64)
+    outer = [min(size, 4) for size in outer]
+    shift = bool(outer) and outer[-1] > 0 and draw.choice([False, True])
+    classes = draw.choice([3, 1, 8, 33, 70, 300])
+    dtype = draw.dtype()
+    hidden = draw.tensor([*outer, max(width, 1)], dtype)
+    # Logits of a few units, as in models; a hundred times that leave nothing but their maximum.
+    weight = draw.tensor([classes, max(width, 1)], dtype) / (8 * max(width, 1) ** 0.5)
+    bias = draw.tensor([classes], dtype) if draw.choice([False, True]) else None
+    ignore_index = draw.choice([-100, -1, 0, classes - 1])
+    labels = draw.indices(outer, classes)
+    if draw.choice([False, True]) and labels.numel() > 1:
+        labels = labels.clone(memory_format=torch.contiguous_format)
+        labels.view(-1)[:: draw.integer(2, 4)] = ignore_index
+    kwargs: dict[str, Any] = {
+        "shift": shift,
+        "memory_budget": draw.choice([None, 1, 4 * classes * 3]),
+        "ignore_index": ignore_index,
+        "reduction": draw.choice(["mean", "sum", "none"]),
+        "label_smoothing": draw.choice([0.0, 0.1]),
+        "softcap": draw.choice([None, 100.0]),
+        "logit_scale": draw.choice([1.0, 0.125, -1.0]),
+        "z_loss": draw.choice([0.0, 1e-3]),
+    }
+    if draw.choice([False, True]):
+        kwargs["class_weight"] = draw.tensor([classes], torch.float32).abs()
+    if kwargs["reduction"] == "mean":
+        count = draw.choice([None, 7, "tensor"])
+        kwargs["num_items"] = torch.tensor(5, device=draw.device) if count == "tensor" else count
+    return Call((hidden, weight, labels, bias), kwargs)
+
+
+def _shape(tokens: int, width: int, classes: int) -> Shape:
+    def make(device: str, dtype: torch.dtype) -> Call:
+        hidden = torch.randn(tokens, width, device=device, dtype=dtype)
+        weight = torch.randn(classes, width, device=device, dtype=dtype) * width**-0.5
+        return Call((hidden, weight, torch.randint(classes, (tokens,), device=device)))
+
+    elements = (tokens + classes) * width
+    return Shape(f"{tokens}x{width}x{classes}", make, forward=elements, backward=elements)
+
+
+LINEAR_CROSS_ENTROPY = register(
+    Op(
+        name="linear_cross_entropy",
+        function=linear_cross_entropy,
+        reference=linear_cross_entropy_reference,
+        fused=_fused,
+        portable=_portable,
+        fits=_fits,
+        examples=_examples,
+        benchmarks=(_shape(8192, 4096, 128256), _shape(8192, 896, 151936), _shape(64, 64, 1000)),
+        launches=(SCALE,),
+    )
+)
