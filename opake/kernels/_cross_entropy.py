@@ -8,16 +8,15 @@ import torch
 from torch import Tensor
 
 from opake.errors import InvalidArgument, InvalidType
+from opake.kernels._cross_entropy_rows import bend, load_labels, loss_of, online, slope_of
 from opake.kernels._triton import find_group, jit, tl
 
 __all__ = [
     "Options",
-    "bend",
     "cross_entropy_bwd_kernel",
     "cross_entropy_fwd_kernel",
     "cross_entropy_reduce_kernel",
     "flags",
-    "load_labels",
     "numbers",
     "validate",
 ]
@@ -87,92 +86,6 @@ def validate(
 
 
 @jit
-def load_labels(ptr, exists, classes, ignore_index):  # type: ignore[no-untyped-def]
-    """Return labels, int32, -1 where there is no loss; and where they are ignored."""
-    label = tl.load(ptr, mask=exists, other=ignore_index).to(tl.int64)
-    ignored = label == ignore_index
-    used = exists & (label >= 0) & (label < classes) & (label != ignore_index)
-    return tl.where(used, label, -1).to(tl.int32), ignored
-
-
-@jit
-def bend(x, scale, softcap, scaled: tl.constexpr, capped: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scale and cap fp32 logits; returns the cap's slope too.
-
-    With a cap, ``scale`` is already divided by it.
-    """
-    if scaled or capped:
-        x = x * scale
-    slope = x
-    if capped:
-        size = tl.abs(x)
-        decay = tl.exp2(size * -2.885390081777927)  # exp(-2 |x|)
-        far = (1.0 - decay) / (1.0 + decay)
-        far = tl.where(x < 0, -far, far)
-        # That cancels near zero; this polynomial, fitted to tanh there, is off by 1e-8 of it.
-        square = x * x
-        near = -0.05387514 + square * (0.02111621 - 0.00627639 * square)
-        near = -0.33333330 + square * (0.13332924 + square * near)
-        x = softcap * tl.where(size < 0.6, x + x * square * near, far)
-        slope = 4.0 * decay / ((1.0 + decay) * (1.0 + decay))
-    return x, slope
-
-
-@jit
-def _online(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    label,
-    origin,
-    classes,
-    scale,
-    softcap,
-    scaled: tl.constexpr,
-    capped: tl.constexpr,
-    smooth: tl.constexpr,
-    aligned: tl.constexpr,
-    block_rows: tl.constexpr,
-    lanes: tl.constexpr,
-    width: tl.constexpr,
-):
-    """Read rows once; per row: maximum, sum of exponentials, and the sums that smoothing needs.
-
-    Every lane keeps its own maximum and sum, and ``width`` logits share one correction of the sum:
-    it takes one exponential a logit, and no two lanes meet before the end.
-    """
-    lane, part = tl.arange(0, lanes)[None, :, None], tl.arange(0, width)[None, None, :]
-    tile = lane * width + part if aligned else part * lanes + lane
-    top = tl.full((block_rows, lanes), float("-inf"), tl.float32)
-    total = tl.zeros((block_rows, lanes), tl.float32)
-    spread = tl.zeros((block_rows, lanes), tl.float32)
-    weights = tl.zeros((block_rows, lanes), tl.float32)
-    used = (label >= 0)[:, None, None]
-    for start in range(0, tl.max(tl.where(label >= 0, classes, 0), 0), lanes * width):
-        col = start + tile
-        mask = used & (col < classes)
-        x = tl.load(x_ptr[:, None, None] + col, mask=mask, other=float("-inf")).to(tl.float32)
-        x, _ = bend(x, scale, softcap, scaled, capped)
-        if scaled or capped:
-            x = tl.where(mask, x, float("-inf"))
-        above = tl.maximum(top, tl.max(x, 2))
-        finite = tl.where(above == float("-inf"), 0.0, above)
-        total *= tl.exp2((top - finite) * 1.4426950408889634)
-        total += tl.sum(tl.exp2((x - finite[:, :, None]) * 1.4426950408889634), 2)
-        top = above
-        if smooth:
-            excess = tl.where(mask, x - origin[:, None, None], 0.0)
-            if weight_ptr is not None:
-                w = tl.load(weight_ptr + col, mask=mask, other=0.0).to(tl.float32)
-                weights += tl.sum(w, 2)
-                excess = tl.where(mask, excess * w, 0.0)
-            spread += tl.sum(excess, 2)
-    above = tl.max(top, 1)
-    above = tl.where(above == float("-inf"), 0.0, above)
-    total = tl.sum(total * tl.exp2((top - above[:, None]) * 1.4426950408889634), 1)
-    return above, total, tl.sum(spread, 1), tl.sum(weights, 1)
-
-
-@jit
 def cross_entropy_fwd_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,
     labels_ptr,
@@ -218,7 +131,7 @@ def cross_entropy_fwd_kernel(  # type: ignore[no-untyped-def]
     if weight_ptr is not None:
         weight_ptr += group * weight_group
         factor *= tl.load(weight_ptr + label, mask=used, other=0.0).to(tl.float32)
-    above, total, spread, weights = _online(
+    above, total, spread, weights = online(
         logits_ptr,
         weight_ptr,
         label,
@@ -234,16 +147,11 @@ def cross_entropy_fwd_kernel(  # type: ignore[no-untyped-def]
         lanes,
         width,
     )
-    log_total = tl.log(total)
-    # The target's distance from the maximum is exact where lse - target would cancel.
-    loss = factor * (above - target + log_total)
-    if smooth:
-        if weight_ptr is None:
-            weights += classes
-        loss += soft * (weights * (above - origin + log_total) - spread)
-    if squared:
-        lse = above + log_total
-        loss += z_loss * lse * lse
+    if smooth and weight_ptr is None:
+        weights += classes
+    loss = loss_of(
+        above, total, spread, weights, target, origin, factor, soft, z_loss, smooth, squared
+    )
     loss = tl.where(used, loss, tl.where(ignored, 0.0, float("nan")))
     at = group * rows + row
     tl.store(loss_ptr + at, loss, mask=exists)
@@ -355,21 +263,28 @@ def cross_entropy_bwd_kernel(  # type: ignore[no-untyped-def]
     inside = col < classes
     logits_ptr += group * logits_group + row * logits_row
     x = tl.load(logits_ptr[:, None] + col, mask=used[:, None] & inside, other=0.0)
-    x, slope = bend(x.to(tl.float32), scale, softcap, scaled, capped)
-    p = tl.exp2((x - above[:, None]) * 1.4426950408889634) * (1.0 / total)[:, None]
-    # Each term cancels on its own; together, the largest would round the others away.
-    dlogits = (p - tl.where(col == label[:, None], 1.0, 0.0)) * target[:, None]
+    weights = label.to(tl.float32)
     if smooth:
-        even = p * tl.load(stats_ptr + at * 3 + 2, mask=used, other=0.0)[:, None]
-        if weight_ptr is not None:
-            even -= tl.load(weight_ptr + col, mask=inside, other=0.0).to(tl.float32)
-        else:
-            even -= 1.0
-        dlogits += even * (grad * soft)[:, None]
-    if squared:
-        lse = above + tl.log(total)
-        dlogits += p * (2.0 * z_loss * lse * grad)[:, None]
-    if capped:
-        dlogits *= slope
+        weights = tl.load(stats_ptr + at * 3 + 2, mask=used, other=0.0)
+    dlogits = slope_of(
+        x.to(tl.float32),
+        weight_ptr,
+        col,
+        classes,
+        label,
+        above,
+        total,
+        weights,
+        grad,
+        target,
+        scale,
+        softcap,
+        soft,
+        z_loss,
+        scaled,
+        capped,
+        smooth,
+        squared,
+    )
     dlogits = tl.where(used[:, None], dlogits, 0.0).to(dlogits_ptr.dtype.element_ty)
     tl.store(dlogits_ptr + at[:, None] * classes + col, dlogits, mask=exists[:, None] & inside)

@@ -10,14 +10,24 @@ from torch import Tensor
 
 from opake.kernels._autograd import Gradients
 from opake.kernels._cross_entropy import Options as LossOptions
+from opake.kernels._cross_entropy_both import BOTH, launch_both
 from opake.kernels._cross_entropy_launch import Inputs, launch_bwd, launch_fwd
 from opake.kernels._layout import grouped
-from opake.kernels._triton import Launch, Tile, jit, tl
+from opake.kernels._triton import Launch, Tile, jit, power_of_two, tl
 from opake.kernels.cross_entropy import cross_entropy_reference
 
-__all__ = ["SCALE", "Formed", "Options", "backward", "default_budget", "formable", "forward"]
+__all__ = [
+    "BOTH",
+    "SCALE",
+    "Formed",
+    "Options",
+    "backward",
+    "default_budget",
+    "formable",
+    "forward",
+]
 
-_WIDE = 64 << 20
+_WIDE = 128 << 20
 """Bytes up to which sums over chunks, and what is yet to be multiplied, are kept in fp32."""
 
 
@@ -139,6 +149,15 @@ class _Tokens:
         else:
             launch_fwd(self.options.loss, inputs, loss[chunk], stats[chunk])
 
+    def both(self, chunk: Chunk, logits: Tensor, loss: Tensor, stats: Tensor) -> None:
+        """Write the losses of a chunk, and turn its logits into their gradient."""
+        if self.plain:
+            self.losses(chunk, logits, loss, stats)
+            self.pull_back(chunk, logits, self.share, stats)
+            return
+        grad = self.share[chunk]
+        launch_both(self.options.loss, self.inputs(chunk, logits), grad, loss[chunk], stats[chunk])
+
     def pull_back(self, chunk: Chunk, logits: Tensor, grad: Tensor, stats: Tensor) -> None:
         """Turn the logits of a chunk into their gradient."""
         inputs = self.inputs(chunk, logits)
@@ -186,10 +205,15 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
             torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
         return
     if a.device.type == "cuda":
-        function: Any = torch.mm if a.dim() == 2 else torch.bmm
-        found = function(a, b, out_dtype=out.dtype)
-    else:
-        found = a.to(out.dtype) @ b.to(out.dtype)
+        aten = torch.ops.aten
+        if add:
+            function = aten.addmm if a.dim() == 2 else aten.baddbmm
+            function.dtype_out(out, a, b, out.dtype, out=out)
+        else:
+            function = aten.mm if a.dim() == 2 else aten.bmm
+            function.dtype_out(a, b, out.dtype, out=out)
+        return
+    found = a.to(out.dtype) @ b.to(out.dtype)
     out.add_(found) if add else out.copy_(found)
 
 
@@ -243,10 +267,11 @@ def forward(
     buffer = tokens.buffer()
     for chunk in tokens.chunks():
         logits = tokens.logits(chunk, buffer)
-        tokens.losses(chunk, logits, loss, stats)
-        if sums is not None:
-            tokens.pull_back(chunk, logits, tokens.share, stats)
-            sums.add(chunk, logits)
+        if sums is None:
+            tokens.losses(chunk, logits, loss, stats)
+            continue
+        tokens.both(chunk, logits, loss, stats)
+        sums.add(chunk, logits)
     loss *= tokens.share
     hidden = None
     if sums is not None:
@@ -320,16 +345,18 @@ def _recompute(
 
 @jit
 def _scale_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, by_ptr, out_ptr, size, cols, by_row, in_place: tl.constexpr, block: tl.constexpr
+    x_ptr, by_ptr, out_ptr, rows, cols, by_row, in_place: tl.constexpr, block: tl.constexpr
 ):
     """``out = x * by[row]``; in place, there is nothing to do where that is one."""
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    mask = at < size
-    by = tl.load(by_ptr + at // cols * by_row, mask=mask, other=1.0)
-    if in_place:
-        mask = mask & (by != 1.0)
-    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (x * by).to(out_ptr.dtype.element_ty), mask=mask)
+    blocks = tl.cdiv(cols, block)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    by = tl.load(by_ptr + row * by_row)
+    if in_place:  # noqa: SIM102  (a constant, which decides what is compiled)
+        if by == 1.0:
+            return
+    col = (tl.program_id(0) % blocks).to(tl.int64) * block + tl.arange(0, block)
+    x = tl.load(x_ptr + row * cols + col, mask=col < cols, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * cols + col, (x * by).to(out_ptr.dtype.element_ty), mask=col < cols)
 
 
 SCALE = Launch(_scale_kernel, {"": Tile(4096, 8)}, [Tile(2048, 4), Tile(4096, 8), Tile(8192, 8)])
@@ -345,12 +372,10 @@ def _scaled(x: Tensor, by: Tensor, cols: int, dtype: torch.dtype, *, plain: bool
     if plain:
         rows = x.view(-1, cols)
         return out.copy_((rows * by[: len(rows), None]).view_as(x))
-    tile = SCALE.tile(x.device, x.numel())
-    SCALE(
-        (-(-x.numel() // tile.elements), 1, 1),
-        (x, by, out),
-        (x.numel(), cols, 0 if whole else by.stride(0)),
-        (in_place, tile.elements),
-        tile.warps,
-    )
+    rows = x.numel() // cols
+    tile = SCALE.tile(x.device, cols)
+    block = min(tile.elements, power_of_two(cols))
+    grid = (rows * -(-cols // block), 1, 1)
+    integers = (rows, cols, 0 if whole else by.stride(0))
+    SCALE(grid, (x, by, out), integers, (in_place, block), max(1, min(tile.warps, block // 256)))
     return out

@@ -20,6 +20,7 @@ from opake.kernels._cross_entropy import validate
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._guard import tensors
 from opake.kernels._linear_cross_entropy import (
+    BOTH,
     SCALE,
     Formed,
     Options,
@@ -151,7 +152,8 @@ def _divisor(
     if class_weight is None:
         return valid.sum()
     used = valid & (labels >= 0) & (labels < weight.shape[-2])
-    chosen = class_weight.float()[labels.masked_fill(~used, 0).long()]
+    each = class_weight.float().expand(*labels.shape, -1)
+    chosen = each.gather(-1, labels.masked_fill(~used, 0).long().unsqueeze(-1)).squeeze(-1)
     return chosen.masked_fill(~used, 0.0).sum()
 
 
@@ -203,7 +205,7 @@ def linear_cross_entropy(
     Args:
         hidden: (..., S, H).
         weight: (V, H), of the dtype of ``hidden``, in which logits are rounded, as by a linear
-            layer. Its gradient, if it has more than 16M numbers, is added up over chunks in that
+            layer. Its gradient, if it has more than 32M numbers, is added up over chunks in that
             dtype too, else in fp32.
         labels: (..., S), int32 or int64.
         bias: (V,).
@@ -345,14 +347,23 @@ def _examples(draw: Draw) -> Call:
     return Call((hidden, weight, labels, bias), kwargs)
 
 
-def _shape(tokens: int, width: int, classes: int) -> Shape:
+def _shape(tokens: int, width: int, classes: int, *, trained: bool) -> Shape:
     def make(device: str, dtype: torch.dtype) -> Call:
         hidden = torch.randn(tokens, width, device=device, dtype=dtype)
         weight = torch.randn(classes, width, device=device, dtype=dtype) * width**-0.5
         return Call((hidden, weight, torch.randint(classes, (tokens,), device=device)))
 
     elements = (tokens + classes) * width
-    return Shape(f"{tokens}x{width}x{classes}", make, forward=elements, backward=elements)
+    product = 2 * tokens * width * classes
+    return Shape(
+        f"{tokens}x{width}x{classes} {'trained' if trained else 'frozen'}",
+        make,
+        forward=elements,
+        backward=elements,
+        forward_flops=product,
+        backward_flops=(1 + trained) * product,
+        frozen=() if trained else (1,),
+    )
 
 
 LINEAR_CROSS_ENTROPY = register(
@@ -364,7 +375,13 @@ LINEAR_CROSS_ENTROPY = register(
         portable=_portable,
         fits=_fits,
         examples=_examples,
-        benchmarks=(_shape(8192, 4096, 128256), _shape(8192, 896, 151936), _shape(64, 64, 1000)),
-        launches=(SCALE,),
+        benchmarks=(
+            _shape(8192, 4096, 128256, trained=False),
+            _shape(8192, 4096, 128256, trained=True),
+            _shape(8192, 896, 151936, trained=False),
+            _shape(8192, 896, 151936, trained=True),
+            _shape(64, 64, 1000, trained=True),
+        ),
+        launches=(BOTH, SCALE),
     )
 )
