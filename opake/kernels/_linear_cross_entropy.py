@@ -21,10 +21,13 @@ __all__ = [
     "SCALE",
     "Formed",
     "Options",
+    "Tokens",
     "backward",
     "default_budget",
     "formable",
     "forward",
+    "multiply",
+    "of",
 ]
 
 _WIDE = 128 << 20
@@ -48,7 +51,7 @@ class Options(NamedTuple):
 
     Attributes:
         loss: of the cross entropy.
-        budget: bytes of logits at a time.
+        budget: bytes of logits at a time; or where they come in tiles, columns of those.
         forms: whether the forward pass forms the gradients of hidden states, weight and bias. The
             last two only where all losses will have one and the same incoming gradient.
         box: where the last two are put.
@@ -88,7 +91,7 @@ def _memory(device: torch.device) -> int:
 Chunk = tuple[slice, slice]
 
 
-class _Tokens:
+class Tokens:
     """The arguments as groups of rows; the groups share their weights, or have one each."""
 
     def __init__(self, batch: int, options: Options, tensors: Any, *, apart: bool, plain: bool):
@@ -130,15 +133,15 @@ class _Tokens:
         x, weight, bias = self.x[chunk], self.weight, self.bias
         out = buffer[: x.shape[0] * x.shape[1] * self.classes].view(*x.shape[:2], self.classes)
         if bias is not None:
-            out.copy_(_of(bias, chunk).unsqueeze(1).expand_as(out))
-        _multiply(x, _of(weight, chunk).transpose(1, 2), out, add=bias is not None)
+            out.copy_(of(bias, chunk).unsqueeze(1).expand_as(out))
+        multiply(x, of(weight, chunk).transpose(1, 2), out, add=bias is not None)
         return out
 
     def inputs(self, chunk: Chunk, logits: Tensor) -> Inputs:
         """Those of the cross entropy."""
         weight = self.class_weight
         if weight is not None:
-            weight = _of(weight, chunk).expand(logits.shape[0], -1)
+            weight = of(weight, chunk).expand(logits.shape[0], -1)
         return Inputs(logits, self.labels[chunk], weight)
 
     def losses(self, chunk: Chunk, logits: Tensor, loss: Tensor, stats: Tensor) -> None:
@@ -184,7 +187,8 @@ def _stacked(x: Tensor | None, batch: int) -> Tensor | None:
     return x.reshape(x.shape[:batch].numel(), *x.shape[batch:])
 
 
-def _of(x: Tensor, chunk: Chunk) -> Tensor:
+def of(x: Tensor, chunk: Chunk) -> Tensor:
+    """The part of one of the head's tensors that a chunk's groups have."""
     return x if x.shape[0] == 1 else x[chunk[0]]
 
 
@@ -194,7 +198,7 @@ def _plain_losses(options: LossOptions, inputs: Inputs) -> Tensor:
     return cross_entropy_reference(inputs.logits, inputs.labels, class_weight=weight, **chosen)
 
 
-def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
+def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """Write ``a @ b``, or add it, for stacks of matrices; those of ``b`` may be one for all."""
     if b.shape[0] == 1:
         a, b, out = a.reshape(-1, a.shape[-1]), b[0], out.view(-1, out.shape[-1])
@@ -220,7 +224,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
 class _Sums:
     """The wanted gradients, added up over chunks."""
 
-    def __init__(self, tokens: _Tokens, wanted: Sequence[bool], *, wide: bool) -> None:
+    def __init__(self, tokens: Tokens, wanted: Sequence[bool], *, wide: bool) -> None:
         """Where ``wide``, what is small stays in fp32, as it is yet to be multiplied."""
         self.tokens = tokens
         x, classes = tokens.x, tokens.classes
@@ -241,12 +245,12 @@ class _Sums:
     def add(self, chunk: Chunk, dlogits: Tensor) -> None:
         """Add a chunk's; those of a group come one after the other, the first row's first."""
         if self.hidden is not None:
-            weight = _of(self.tokens.weight, chunk)
-            _multiply(dlogits, weight, self.hidden[chunk], add=False)
+            weight = of(self.tokens.weight, chunk)
+            multiply(dlogits, weight, self.hidden[chunk], add=False)
         later = chunk[1].start > 0
         if self.weight is not None:
             x, out = self.tokens.x[chunk], self.weight[chunk[0]]
-            _multiply(dlogits.transpose(1, 2), x, out, add=later)
+            multiply(dlogits.transpose(1, 2), x, out, add=later)
         if self.bias is not None:
             self.bias[chunk[0]] += dlogits.sum(1, dtype=self.bias.dtype)
 
@@ -259,7 +263,7 @@ def forward(
 ) -> tuple[Tensor | None, ...]:
     """Each token's share of the loss; what the backward pass needs; a gradient if it is formed."""
     labels = tensors[2]
-    tokens = _Tokens(batch, options, tensors, apart=False, plain=plain)
+    tokens = Tokens(batch, options, tensors, apart=False, plain=plain)
     dtype = torch.promote_types(tokens.x.dtype, torch.float32)
     loss = tokens.x.new_empty(tokens.shape, dtype=dtype)
     stats = loss.new_empty((*tokens.shape, 0 if plain else 3))
@@ -300,7 +304,7 @@ def backward(
         made[1:] = options.box.take()
     missing = [want and x is None for want, x in zip(asked, made, strict=True)]
     apart = bool(batch) and (asked[1] or asked[2])
-    tokens = _Tokens(batch, options, tensors, apart=apart, plain=plain)
+    tokens = Tokens(batch, options, tensors, apart=apart, plain=plain)
     by = grad.reshape(tokens.shape)
     scaled = [True, uniform, uniform]
     if any(missing):
@@ -329,7 +333,7 @@ def _uniform(grad: Tensor) -> bool:
 
 
 def _recompute(
-    tokens: _Tokens, wanted: Sequence[bool], grad: Tensor, stats: Tensor, *, wide: bool
+    tokens: Tokens, wanted: Sequence[bool], grad: Tensor, stats: Tensor, *, wide: bool
 ) -> tuple[Tensor | None, ...]:
     sums = _Sums(tokens, wanted, wide=wide)
     buffer = tokens.buffer()

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from opake.errors import InvalidArgument, InvalidType
+from opake.kernels import _linear_cross_entropy_tiled as tiled
 from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import fused_function, transformed
 from opake.kernels._bounds import check_indices
@@ -101,6 +102,7 @@ def _loss(
     class_weight: Tensor | None = None,
     reduction: str = "mean",
     num_items: float | Tensor | None = None,
+    forms: bool = True,
     **chosen: Any,
 ) -> Tensor:
     loss = LossOptions(**chosen, reduction="none")
@@ -118,7 +120,7 @@ def _loss(
     share = torch.ones((), dtype=dtype, device=hidden.device)
     if divisor is not None and not late:
         share = share / divisor
-    forms = torch.is_grad_enabled() and formable(hidden.dtype)
+    forms = forms and torch.is_grad_enabled() and formable(hidden.dtype)
     whole = forms and reduction != "none" and not transformed()
     asked = (
         forms and hidden.requires_grad,
@@ -158,6 +160,23 @@ def _divisor(
 
 
 _kernels, _chunks = _function(plain=False), _function(plain=True)
+_tiles = fused_function(
+    "linear_cross_entropy",
+    _shares,
+    tiled.forward,
+    tiled.backward,
+    saved=1,
+    rows=(0, 2, 5),
+    backend="reference",
+)
+
+
+def tiled_linear_cross_entropy(*args: Any, tile: int, **kwargs: Any) -> Tensor:
+    """:func:`linear_cross_entropy` without kernels, ``tile`` columns of the vocabulary at a time.
+
+    A product of matrices more than by chunks of tokens, in memory that does not depend on V.
+    """
+    return _loss(_tiles, *args, memory_budget=tile, forms=False, **kwargs)
 
 
 def _fused(*args: Any, **kwargs: Any) -> Tensor:
