@@ -6,22 +6,29 @@ Knows torch alone and no opake, since a peer may bear that name.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+FLOPS = 790e12
+"""Floating-point operations per second of bf16 matrix products on an H200, as measured."""
+
 TINY = 2**24  # elements; more are not copied to a file, nor called tiny
 FIXED = frozenset(("cos", "sin"))
 
 
+Key = int | tuple[int, ...]  # of a positional argument, or of a tensor in one that is a tuple
+
+
 class Call(NamedTuple):
-    """Positional and keyword arguments, as opake.kernels.Call has them."""
+    """Positional and keyword arguments, as opake.kernels.Call has them, and what is not trained."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    frozen: tuple[Key, ...] = ()
 
 
 def outputs(found: Any) -> tuple[Tensor, ...]:
@@ -29,14 +36,30 @@ def outputs(found: Any) -> tuple[Tensor, ...]:
     return (found,) if isinstance(found, Tensor) else tuple(found)
 
 
-def differentiable(call: Any) -> list[int]:
-    """Positions of the arguments that have gradients."""
-    return [i for i, x in enumerate(call.args) if isinstance(x, Tensor) and x.is_floating_point()]
+def positional(call: Any) -> dict[Key, Tensor]:
+    """The tensors among the positional arguments."""
+    return dict(_inside(call.args, ()))
+
+
+def _inside(values: Any, path: tuple[int, ...]) -> Iterator[tuple[Key, Tensor]]:
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor):
+            yield ((*path, i) if path else i), x
+        elif isinstance(x, (tuple, list)):
+            yield from _inside(x, (*path, i))
+
+
+def differentiable(call: Any) -> list[Key]:
+    """Keys of the arguments that have gradients."""
+    frozen = getattr(call, "frozen", ())
+    found = positional(call).items()
+    return [key for key, x in found if x.is_floating_point() and key not in frozen]
 
 
 def tensors(call: Any) -> list[Tensor]:
     """Every tensor among the arguments."""
-    return [x for x in (*call.args, *call.kwargs.values()) if isinstance(x, Tensor)]
+    named = [x for x in call.kwargs.values() if isinstance(x, Tensor)]
+    return [*positional(call).values(), *named]
 
 
 def size(call: Any) -> int:
@@ -48,9 +71,12 @@ def changed(call: Any, change: Callable[[Tensor], Any]) -> Call:
     """The call with ``change`` applied to every tensor."""
 
     def new(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(new, x))
         return change(x) if isinstance(x, Tensor) else x
 
-    return Call(tuple(map(new, call.args)), {k: new(x) for k, x in call.kwargs.items()})
+    named = {k: new(x) for k, x in call.kwargs.items()}
+    return Call(new(call.args), named, getattr(call, "frozen", ()))
 
 
 # ---- tokens
@@ -125,6 +151,8 @@ def made(description: Any, device: str) -> Call:
     def new(x: Any) -> Any:
         if isinstance(x, Tensor):
             return x.to(device)
+        if type(x) in (tuple, list):
+            return type(x)(map(new, x))
         if not isinstance(x, dict):
             return x
         shape, stride, (mean, std) = x["shape"], x["stride"], x["as"]
@@ -132,8 +160,8 @@ def made(description: Any, device: str) -> Call:
         values = torch.randn(room, dtype=x["dtype"], device=device)
         return values.mul_(std).add_(mean).as_strided(shape, stride)
 
-    args, kwargs = description
-    return Call(tuple(map(new, args)), {k: new(x) for k, x in kwargs.items()})
+    args, kwargs, frozen = description
+    return Call(new(args), {k: new(x) for k, x in kwargs.items()}, frozen)
 
 
 def from_meta(call: Any, device: str) -> Call:
@@ -150,9 +178,10 @@ def from_meta(call: Any, device: str) -> Call:
 def benchmark_call(op: Any, shape: Any, device: str, smoke: bool) -> Call:
     """The arguments of a shape in bf16; of a smoke run, a few tokens of it."""
     if not smoke:
-        return _trained(op, shape.make(device, torch.bfloat16))
-    # Cut before there are numbers: a vocabulary's logits take a CPU seconds.
-    return _trained(op, from_meta(cut(shape.make("meta", torch.bfloat16), 4), device))
+        call = shape.make(device, torch.bfloat16)
+    else:  # cut before there are numbers: a vocabulary's logits take a CPU seconds
+        call = from_meta(cut(shape.make("meta", torch.bfloat16), 4), device)
+    return _trained(op, Call(call.args, call.kwargs, shape.frozen))
 
 
 def _trained(op: Any, call: Any) -> Call:
@@ -160,7 +189,7 @@ def _trained(op: Any, call: Any) -> Call:
     names = list(inspect.signature(op.function).parameters)
     fixed = {names[i]: x for i, x in enumerate(call.args) if names[i] in FIXED}
     args = [x for i, x in enumerate(call.args) if names[i] not in FIXED]
-    return Call(tuple(args), {**fixed, **call.kwargs})
+    return Call(tuple(args), {**fixed, **call.kwargs}, call.frozen)
 
 
 def timed_shapes(op: Any, smoke: bool) -> Any:
@@ -168,11 +197,15 @@ def timed_shapes(op: Any, smoke: bool) -> Any:
     return op.benchmarks[-1 if smoke else 0 :]
 
 
-def moved(shape: Any, smoke: bool) -> dict[str, float]:
-    """Bytes that each pass must move; NaN of a smoke run, whose inputs are smaller."""
+def bounds(shape: Any, smoke: bool, bandwidth: float) -> dict[str, float]:
+    """The ms that each pass takes at least; NaN of a smoke run, whose inputs are smaller.
+
+    Bytes that must move take their time, or products of matrices theirs.
+    """
     itemsize = float("nan") if smoke else torch.bfloat16.itemsize
-    forward = shape.forward * itemsize
-    return {"forward": forward, "both": forward + shape.backward * itemsize}
+    moved = {"forward": shape.forward, "both": shape.forward + shape.backward}
+    flops = {"forward": shape.forward_flops, "both": shape.forward_flops + shape.backward_flops}
+    return {k: max(moved[k] * itemsize / bandwidth, flops[k] / FLOPS) * 1e3 for k in moved}
 
 
 # ---- passes
@@ -186,9 +219,8 @@ class Passes:
         own = changed(call, _copied)
         self.wanted = differentiable(own)
         self.kwargs = own.kwargs
-        self.leaves = [
-            x.requires_grad_() if i in self.wanted else x for i, x in enumerate(own.args)
-        ]
+        self.args = own.args
+        self.leaves = [positional(own)[key].requires_grad_() for key in self.wanted]
         self.held: list[Tensor] = []
         self.kept: list[Tensor] = []
         with torch.no_grad():
@@ -198,19 +230,19 @@ class Passes:
     def forward(self) -> Any:
         """The forward pass without autograd."""
         with torch.no_grad():
-            return self.function(*self.leaves, **self.kwargs)
+            return self.function(*self.args, **self.kwargs)
 
     def both(self) -> Any:
         """Outputs and gradients."""
-        found = outputs(self.function(*self.leaves, **self.kwargs))
+        found = outputs(self.function(*self.args, **self.kwargs))
         pairs = zip(found, self.cotangents, strict=True)
         pairs = [(x, g) for x, g in pairs if g is not None and x.requires_grad]
         of, by = zip(*pairs, strict=True)
-        return found, torch.autograd.grad(of, [self.leaves[i] for i in self.wanted], by)
+        return found, torch.autograd.grad(of, self.leaves, by)
 
     def keep(self) -> None:
         """Remember what the arguments and incoming gradients are."""
-        self.held = [x for x in (*self.leaves, *self.kwargs.values()) if isinstance(x, Tensor)]
+        self.held = tensors(Call(self.args, self.kwargs))
         self.held += [g for g in self.cotangents if g is not None]
         self.kept = [x.detach().clone() for x in self.held]
 
@@ -245,18 +277,33 @@ def per_example(
 ) -> Callable[[], Any]:
     """``vmap(grad)`` over ``count`` copies of what stands for tokens in the uncut call ``like``."""
     whole, wanted = tokens(like), differentiable(call)
-    mapped = [isinstance(x, Tensor) and bool(token_dims(x, whole)) for x in like.args]
-    pairs = list(zip(call.args, mapped, strict=True))
-    batch = [torch.stack([x] * count) if m else x for x, m in pairs]
+    held = positional(call)
+    keys = list(held)
+    mapped = [bool(token_dims(x, whole)) for x in positional(like).values()]
+    batch = [
+        torch.stack([held[k]] * count) if m else held[k] for k, m in zip(keys, mapped, strict=True)
+    ]
 
-    def loss(*args: Any) -> Tensor:
-        found = outputs(function(*args, **call.kwargs))
+    def loss(*values: Tensor) -> Tensor:
+        found = outputs(
+            function(*_with(call.args, dict(zip(keys, values, strict=True))), **call.kwargs)
+        )
         sums = [x.float().sum() for x in found if x.is_floating_point()]
         return torch.stack(sums).sum() if len(sums) > 1 else sums[0]
 
     in_dims = tuple(0 if m else None for m in mapped)
-    run = vmap(grad(loss, argnums=tuple(wanted)), in_dims)
+    run = vmap(grad(loss, argnums=tuple(keys.index(k) for k in wanted)), in_dims)
     return lambda: run(*batch)
+
+
+def _with(old: Any, values: dict[Key, Tensor], path: tuple[int, ...] = ()) -> list[Any]:
+    """Arguments with other tensors."""
+    found: list[Any] = []
+    for i, x in enumerate(old):
+        key = (*path, i) if path else i
+        inside = type(x) in (tuple, list)
+        found.append(type(x)(_with(x, values, (*path, i))) if inside else values.get(key, x))
+    return found
 
 
 def difference(function: Callable[..., Any], small: dict[str, Any], device: str) -> float:

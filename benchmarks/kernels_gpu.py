@@ -12,14 +12,15 @@ program sizes and is run only when named.
 (``synchronizes``), the time between two events; ``host_ms`` is what a caller waits on an idle
 queue, from the call to the end of the work; ``enqueue_ms`` is that without waiting for the end.
 ``bound_ms`` is the time to move the bytes that must move at the copy bandwidth measured in the same
-run, and ``share`` is bound over gpu time. ``memory_mib`` is the peak above what was allocated
+run, or that of the matrix products at 790 TFLOP/s if it is longer; ``share`` is bound over gpu
+time. ``memory_mib`` is the peak above what was allocated
 before: outputs, saved tensors, temporaries, gradients. ``difference`` is the largest error on a few
 tokens, over the tensor's largest number. What writes to its arguments gets them back between calls,
 outside of the time, and ``overwrites_inputs``; in a graph it runs on what it wrote.
 
-``--peers DIR`` has folders ``liger`` and ``opake-patches``, of unpacked wheels. ``--smoke`` runs
-everything once on tiny inputs, on the CPU if need be (with TRITON_INTERPRET=1, for the kernels to
-run there).
+``--peers DIR`` has folders ``liger``, ``cce`` and ``opake-patches``, of unpacked wheels.
+``--smoke`` runs everything once on tiny inputs, on the CPU if need be (with TRITON_INTERPRET=1, for
+the kernels to run there).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from host import describe
 from kernel_calls import (
     Passes,
     benchmark_call,
+    bounds,
     cut,
-    moved,
     size,
     small_case,
     timed_shapes,
@@ -62,7 +63,7 @@ from opake.kernels import Op
 
 PARTS = ("checks", "large", "times", "host", "crossover")
 INSIDE = ("eager", "compile", "torch", "opake")
-TIMED = (*INSIDE, "liger", "opake-patches")
+TIMED = (*INSIDE, "liger", "cce", "opake-patches")
 PEER_SECONDS = 300
 
 # ---- times
@@ -87,12 +88,12 @@ def times(op: Op, bench: Bench, names: list[str], bandwidth: float) -> Rows:
     rows = []
     for shape in timed_shapes(op, bench.smoke):
         call = benchmark_call(op, shape, bench.device, bench.smoke)
-        bounds = {k: x / bandwidth * 1e3 for k, x in moved(shape, bench.smoke).items()}
+        least = bounds(shape, bench.smoke, bandwidth)
         small = small_case(op.reference, call)
         for name, functions in variants(op, names):
             row = {"op": op.name, "shape": shape.label, "variant": name}
             case = None if name == "compile" else small  # not to compile it as well
-            rows.append(measured(bench, row, functions, call, bounds, case))
+            rows.append(measured(bench, row, functions, call, least, case))
     return rows
 
 
@@ -180,7 +181,7 @@ def beside(
     with tempfile.TemporaryDirectory() as folder:
         calls = f"{folder}/calls.pt"
         peers.write_calls(calls, options.only, bench, bandwidth)
-        for peer in ("liger", "opake-patches"):
+        for peer in ("liger", "cce", "opake-patches"):
             if peer not in options.variants:
                 continue
             out = f"{folder}/{peer}.json"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -17,7 +18,7 @@ IGNORED = -100
 def _plain(**options: Any) -> None:
     """Refuse options that a peer has no word for."""
     for name, value in options.items():
-        if isinstance(value, Tensor) or value not in (None, 0.0, 1.0, False):
+        if isinstance(value, Tensor) or value not in (None, 0.0, 1.0, False, -100, "mean"):
             raise NotImplementedError(f"no {name}")
 
 
@@ -55,7 +56,26 @@ def torch_functions() -> Functions:
         "layer_norm": [layer_norm],
         "cross_entropy": [_torch_cross_entropy],
         "embedding": [lambda ids, weight, padding_idx=None: F.embedding(ids, weight, padding_idx)],
+        "moe": [_grouped_mm_moe],
     }
+
+
+def _grouped_mm_moe(
+    x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, **options: Any
+) -> Tensor:
+    """Sort tokens by expert, multiply by torch's grouped products, add up in place."""
+    if options.get("activation", "silu") != "silu":
+        raise NotImplementedError(f"no {options}")
+    top_k, experts = ids.shape[-1], gate_up.shape[0]
+    slots, order = torch.sort(ids.reshape(-1), stable=True)
+    everyone = torch.arange(experts, device=ids.device, dtype=slots.dtype)
+    ends = torch.searchsorted(slots, everyone, right=True).to(torch.int32)
+    tokens = x[order // top_k]
+    gate, up = torch._grouped_mm(tokens, gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    found = torch._grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    found = found * weights.reshape(-1)[order].unsqueeze(-1)
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
+    return found[place].view(*ids.shape, -1).sum(-2)
 
 
 def _torch_cross_entropy(
@@ -99,7 +119,31 @@ def liger_functions() -> Functions:
 
     gated = _gated_functions(swiglu=liger.liger_swiglu, geglu_tanh=liger.liger_geglu)
     losses = _liger_losses(liger, LigerEmbeddingFunction)
-    return gated | _liger_norms(liger) | losses | {"rope": [rope]}
+    linear = {"linear_cross_entropy": [_liger_linear_cross_entropy(liger)]}
+    return gated | _liger_norms(liger) | losses | linear | {"rope": [rope]}
+
+
+def _liger_linear_cross_entropy(liger: Any) -> Callable[..., Any]:
+    def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any = None, **options: Any
+    ) -> Tensor:
+        _plain(**options)
+        return liger.liger_fused_linear_cross_entropy(hidden, weight, labels, bias)
+
+    return linear_cross_entropy
+
+
+def cce_functions() -> Functions:
+    """cut-cross-entropy."""
+    from cut_cross_entropy import linear_cross_entropy as cce
+
+    def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any = None, **options: Any
+    ) -> Tensor:
+        _plain(**options)
+        return cce(hidden, weight, labels, bias=bias)
+
+    return {"linear_cross_entropy": [linear_cross_entropy]}
 
 
 def _liger_norms(liger: Any) -> Functions:
@@ -175,16 +219,64 @@ def seed_functions() -> Functions:
         raise ImportError("opake is this repository, not opake-patches: PYTHONPATH must leave it")
     from opake.patches import kernels as seed
 
-    return _gated_functions(
-        swiglu=seed.opake_swiglu,
-        geglu_exact=seed.opake_geglu_exact,
-        geglu_tanh=seed.opake_geglu_approx,
-    ) | {
-        "rms_norm": [seed.opake_rms_norm],
-        "fused_add_rms_norm": [seed.opake_fused_add_rms_norm],
-        "rope": _seed_ropes(seed),
-        "cross_entropy": [_seed_cross_entropy(seed)],
-    }
+    return (
+        _gated_functions(
+            swiglu=seed.opake_swiglu,
+            geglu_exact=seed.opake_geglu_exact,
+            geglu_tanh=seed.opake_geglu_approx,
+        )
+        | {
+            "rms_norm": [seed.opake_rms_norm],
+            "fused_add_rms_norm": [seed.opake_fused_add_rms_norm],
+            "rope": _seed_ropes(seed),
+            "cross_entropy": [_seed_cross_entropy(seed)],
+            "linear_cross_entropy": [_seed_linear_cross_entropy(seed)],
+            "moe": [_seed_moe(seed)],
+        }
+        | _seed_lora(seed)
+    )
+
+
+def _seed_linear_cross_entropy(seed: Any) -> Callable[..., Any]:
+    """It shifts inside: one token more, whose label is the last."""
+
+    def linear_cross_entropy(
+        hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any = None, **options: Any
+    ) -> Tensor:
+        _plain(bias=bias, **options)
+        hidden, labels = F.pad(hidden, (0, 0, 0, 1)), F.pad(labels, (1, 0))
+        return seed.opake_linear_cross_entropy_loss(hidden[None], weight, labels[None])
+
+    return linear_cross_entropy
+
+
+def _seed_moe(seed: Any) -> Callable[..., Any]:
+    def moe(
+        x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, w: Tensor, **options: Any
+    ) -> Any:
+        _plain(**{k: v for k, v in options.items() if v != "silu"})
+        return seed.opake_moe(x, gate_up, down, ids, w)
+
+    return moe
+
+
+def _seed_lora(seed: Any) -> Functions:
+    def plain(adapted: Any) -> tuple[Any, ...]:
+        weight, a, b, scale, *bias = adapted
+        _plain(bias=bias[0] if bias else None)
+        return weight, a.t(), b.t(), scale
+
+    def linear(x: Tensor, *adapted: Any) -> Tensor:
+        return seed.opake_lora_w(x, *plain(adapted))
+
+    def qkv(x: Tensor, q: Any, k: Any, v: Any) -> Any:
+        return seed.opake_lora_qkv(x, *plain(q), *plain(k), *plain(v))
+
+    def mlp(x: Tensor, gate: Any, up: Any, down: Any, **options: Any) -> Any:
+        _plain(**{k: v for k, v in options.items() if v != "silu"})
+        return seed.opake_lora_mlp(x, *plain(gate), *plain(up), *plain(down))
+
+    return {"lora_linear": [linear], "lora_qkv": [qkv], "lora_mlp": [mlp]}
 
 
 def _seed_ropes(seed: Any) -> list[Callable[..., Any]]:

@@ -3,9 +3,10 @@
 python benchmarks/peers.py PEER out.json [--calls FILE] [--only OP] [--smoke]
 
 PEER is eager, compile (both ours, in plain PyTorch), torch (its own fused operators), liger
-(liger-kernel 0.8.5) or opake-patches (0.16.1; that package is called opake too, so PYTHONPATH must
-lead to it and not here). What they are run on comes from a file that a process with our opake
-writes, which is started where none is given. Peers are called by their public names.
+(liger-kernel 0.8.5), cce (cut-cross-entropy 25.1.1) or opake-patches (0.16.1; that package is
+called opake too, so PYTHONPATH must lead to it and not here). What they are run on comes from a
+file that a process with our opake writes, which is started where none is given. Peers are called by
+their public names.
 """
 
 from __future__ import annotations
@@ -27,17 +28,23 @@ from kernel_calls import (
     TINY,
     Passes,
     benchmark_call,
+    bounds,
     cut,
     described,
     made,
-    moved,
     per_example,
     size,
     small_case,
     timed_shapes,
 )
 from kernel_timing import Bench, measured
-from peer_functions import Functions, liger_functions, seed_functions, torch_functions
+from peer_functions import (
+    Functions,
+    cce_functions,
+    liger_functions,
+    seed_functions,
+    torch_functions,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -60,6 +67,7 @@ PEERS: dict[str, Callable[[], Functions]] = {
     "torch": torch_functions,
     "liger": liger_functions,
     "opake-patches": seed_functions,
+    "cce": cce_functions,
 }
 
 # ---- what they are run on
@@ -69,25 +77,25 @@ def write_calls(path: str, only: list[str] | None, bench: Bench, bandwidth: floa
     """Describe every benchmark of our operators in a file, with a small case and what is true."""
     from opake import kernels
 
-    found: dict[str, Any] = {"bandwidth": bandwidth, "ops": {}}
+    found: dict[str, Any] = {"ops": {}}
     for op in kernels.ops():
         if only and op.name not in only:
             continue
         found["ops"][op.name] = [
-            _described(op, shape, bench) for shape in timed_shapes(op, bench.smoke)
+            _described(op, shape, bench, bandwidth) for shape in timed_shapes(op, bench.smoke)
         ]
         if bench.cuda:
             torch.cuda.empty_cache()
     torch.save(found, path)
 
 
-def _described(op: Any, shape: Any, bench: Bench) -> dict[str, Any]:
+def _described(op: Any, shape: Any, bench: Bench, bandwidth: float) -> dict[str, Any]:
     call = benchmark_call(op, shape, bench.device, bench.smoke)
     return {
         "label": shape.label,
         "size": size(call),
         "call": tuple(described(call)),
-        "bytes": moved(shape, bench.smoke),
+        "bounds": bounds(shape, bench.smoke, bandwidth),
         "small": small_case(op.reference, call),
     }
 
@@ -122,7 +130,7 @@ def host_row(
 def release(peer: str) -> str | None:
     """The version of what a peer is installed from."""
     try:
-        return version({"liger": "liger-kernel"}.get(peer, peer))
+        return version({"liger": "liger-kernel", "cce": "cut-cross-entropy"}.get(peer, peer))
     except PackageNotFoundError:
         return None
 
@@ -145,10 +153,9 @@ def run(peer: str, calls: dict[str, Any], bench: Bench, write: Callable[..., Non
                 continue
             if peer == "compile":
                 torch._dynamo.reset()
-            limits = {k: x / calls["bandwidth"] * 1e3 for k, x in shape["bytes"].items()}
             call = made(shape["call"], bench.device)
             small = None if peer == "compile" else shape["small"]  # not to compile it as well
-            times.append(measured(bench, row, found, call, limits, small))
+            times.append(measured(bench, row, found, call, shape["bounds"], small))
         if found is not None:
             smallest = min(shapes, key=lambda x: x["size"])
             like = made(smallest["call"], bench.device)

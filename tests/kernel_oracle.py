@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from opake.testing._parity import assert_close as assert_close
 from opake.testing._parity import by_vjp as by_vjp
 from opake.testing._parity import compare as compare
 from opake.testing._parity import differentiable as differentiable
+from opake.testing._parity import judge as judge
 from opake.testing._parity import leaves as leaves
 from opake.testing._parity import mapped as mapped
 from opake.testing._parity import replaced as replaced
@@ -65,9 +67,22 @@ def assert_rows(op: Op, call: Call, keys: Sequence[Key], seed: int, size: int = 
 def choices(call: Call, seed: int) -> list[tuple[Key, ...]]:
     """Some of the ways to map a call's tensors: each alone, all, and drawn ones between."""
     keys = list(tensors(call))
-    between = [s for s in subsets(keys) if 1 < len(s) < len(keys)]
+    between = [s for s in some_subsets(keys) if 1 < len(s) < len(keys)]
     some = random.Random(seed).sample(between, min(2, len(between)))
     return list(dict.fromkeys([*((key,) for key in keys), *some, tuple(keys)]))
+
+
+def some_subsets(keys: Sequence[Key]) -> list[tuple[Key, ...]]:
+    """Every choice of at least one of few keys; of many, one, all but one, all, and others."""
+    if len(keys) <= _FEW:
+        return list(subsets(keys))
+    rng = random.Random(len(keys))
+    others = [tuple(key for key in keys if rng.randint(0, 1)) for _ in range(_FEW)]
+    all_but_one = [tuple(key for key in keys if key != left) for left in keys]
+    return [*((key,) for key in keys), *filter(None, others), *all_but_one, tuple(keys)]
+
+
+_FEW = 6
 
 
 def bound(function: Callable[..., Any], call: Call) -> tuple[Any, list[Tensor], tuple[int, ...]]:
@@ -76,16 +91,18 @@ def bound(function: Callable[..., Any], call: Call) -> tuple[Any, list[Tensor], 
     smooth = differentiable(call)
 
     def of_tensors(*values: Tensor) -> Any:
-        args, kwargs = list(call.args), dict(call.kwargs)
-        for key, value in zip(keys, values, strict=True):
-            if isinstance(key, int):
-                args[key] = value
-            else:
-                kwargs[key] = value
-        return function(*args, **kwargs)
+        here = replaced(call, dict(zip(keys, values, strict=True)))
+        return function(*here.args, **here.kwargs)
 
     argnums = tuple(i for i, key in enumerate(keys) if key in smooth)
     return of_tensors, list(tensors(call).values()), argnums
+
+
+def in_one_chunk(op: Op, call: Call) -> Call:
+    """The call with all the memory it can use, where launches grow with what is lacking."""
+    if "memory_budget" not in inspect.signature(op.function).parameters:
+        return call
+    return Call(call.args, {**call.kwargs, "memory_budget": 1 << 60})
 
 
 def outputs(result: Any) -> list[Tensor]:
@@ -103,7 +120,7 @@ def small(name: str, dtype: torch.dtype = torch.float32, skip: int = 0) -> tuple
     for seed in itertools.count(skip):
         assert seed < skip + 5000, f"the examples of {name} are never small"
         call = drawn(op, seed, "cpu", dtype)
-        inputs = [call.args[i] for i in differentiable(call)]
+        inputs = [tensors(call)[i] for i in differentiable(call)]
         # Second derivatives are quadratic in the size and cancel where numbers are large.
         if not all(1 < x.numel() <= 64 and x.abs().max() < 5 for x in inputs):
             continue

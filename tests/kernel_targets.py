@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from kernel_oracle import differentiable, replaced
+from kernel_oracle import differentiable, replaced, tensors
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -134,7 +134,7 @@ def launched(op: Op, call: Call, target: str) -> list[Signature]:
             return []
         op.fused(*call.args, **call.kwargs)
         for wanted in some:
-            leaves = {i: call.args[i].detach().requires_grad_() for i in wanted}
+            leaves = {i: tensors(call)[i].detach().requires_grad_() for i in wanted}
             here = replaced(call, leaves)
             out = op.fused(*here.args, **here.kwargs)
             for used in _used(out):

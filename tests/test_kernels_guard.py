@@ -145,8 +145,9 @@ def test_inference_tensors_are_left_to_the_reference(name: str) -> None:
     op, call = oracle.small(name)
     why = (False, "an input is an inference tensor")
     smooth = oracle.differentiable(call)
-    for made in oracle.tensors(call):
-        leaves = {i: call.args[i].detach().requires_grad_() for i in smooth}
+    tensors = oracle.tensors(call)
+    for made in tensors:
+        leaves = {i: tensors[i].detach().requires_grad_() for i in smooth}
         with torch.inference_mode():
             inside = oracle.tensors(call)[made].clone()
             here = oracle.replaced(call, {**leaves, made: inside})

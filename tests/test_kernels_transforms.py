@@ -128,7 +128,7 @@ def test_transforms_against_those_of_plain_pytorch_in_fp64(name: str, transform:
     op, call = oracle.small(name)
     positions = oracle.differentiable(call)
     # jvp itself refuses expanded tensors.
-    call = oracle.replaced(call, {i: call.args[i].contiguous() for i in positions})
+    call = oracle.replaced(call, {i: oracle.tensors(call)[i].contiguous() for i in positions})
     batch = call
     for _ in range(examples_of(transform)):
         batch = oracle.mapped(batch, positions, [0] * len(positions), 2)
@@ -139,7 +139,8 @@ def test_transforms_against_those_of_plain_pytorch_in_fp64(name: str, transform:
             return function(*here.args, **here.kwargs)
 
         argnums = tuple(range(len(positions)))
-        return TRANSFORMS[transform](of_floats, argnums)(*(batch.args[i] for i in positions))
+        values = oracle.tensors(batch)
+        return TRANSFORMS[transform](of_floats, argnums)(*(values[i] for i in positions))
 
     with oracle.counted() as launches:
         found = transformed(op.function, batch)
@@ -175,6 +176,7 @@ def one_launch_for_all(op: Any, call: Call, keys: Any, *, nested: bool = False) 
 def test_launches_do_not_grow_with_the_examples(name: str) -> None:
     """And so a CUDA graph of one batch does for every other of its size."""
     op, call = oracle.small(name)
+    call = oracle.in_one_chunk(op, call)
     smooth = set(oracle.differentiable(call))
     for keys in oracle.choices(call, 0):
         found = one_launch_for_all(op, call, keys)

@@ -26,12 +26,19 @@ class Shape:
         make: ``make(device, dtype)`` returns fresh, random arguments.
         forward: elements that the forward pass must read and write at least once.
         backward: the same for the backward pass alone.
+        forward_flops: floating-point operations of its products of matrices.
+        backward_flops: the same for the backward pass alone.
+        frozen: tensors that are not trained there, by position, or by the way to one in a tuple:
+            ``(1, 0)`` is the first of the second argument.
     """
 
     label: str
     make: Callable[[str, torch.dtype], Call]
     forward: int
     backward: int
+    forward_flops: int = 0
+    backward_flops: int = 0
+    frozen: tuple[int | tuple[int, ...], ...] = ()
 
 
 class Draw:
@@ -66,10 +73,15 @@ class Draw:
             room //= max(shape[-1], 1)
         return shape
 
-    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def tensor(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        scales: Sequence[float] = (1.0, 8.0, 0.01, 100.0),
+    ) -> Tensor:
         """Draw a tensor of normal numbers: contiguous, permuted, sliced, strided or expanded."""
         generator = torch.Generator().manual_seed(self.integer(0, 2**31 - 1))
-        scale = self.choice([1.0, 8.0, 0.01, 100.0])
+        scale = self.choice(scales)
 
         def normal(sizes: Sequence[int]) -> Tensor:
             values: Tensor = torch.randn(tuple(sizes), generator=generator) * scale

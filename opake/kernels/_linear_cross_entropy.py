@@ -374,8 +374,8 @@ def _scaled(x: Tensor, by: Tensor, cols: int, dtype: torch.dtype, *, plain: bool
     if not x.numel():
         return out
     if plain:
-        rows = x.view(-1, cols)
-        return out.copy_((rows * by[: len(rows), None]).view_as(x))
+        matrix = x.view(-1, cols)
+        return out.copy_((matrix * by[: len(matrix), None]).view_as(x))
     rows = x.numel() // cols
     tile = SCALE.tile(x.device, cols)
     block = min(tile.elements, power_of_two(cols))

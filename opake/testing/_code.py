@@ -166,8 +166,8 @@ def script(
         bar: the tolerance.
     """
     call, transform, in_dims, chunk_size, seed = example
-    args = [_value(x, key, expressions) for key, x in enumerate(call.args)]
-    kwargs = [f'"{k}": {_value(x, k, expressions)}' for k, x in call.kwargs.items()]
+    args = [_value(x, (key,), expressions) for key, x in enumerate(call.args)]
+    kwargs = [f'"{k}": {_value(x, (k,), expressions)}' for k, x in call.kwargs.items()]
     body = ["args = (", *(f"    {x}," for x in args), ")"]
     body += ["kwargs = {", *(f"    {x}," for x in kwargs), "}"] if kwargs else ["kwargs = {}"]
     options = [f'transform="{transform}"'] if transform != "none" else []
@@ -197,7 +197,7 @@ def _calls(example: Example, names: tuple[str, str]) -> list[str]:
     for name in names:
         mapped = name
         for level in reversed(in_dims):
-            dims = tuple(level.get(i) for i in range(len(call.args)))
+            dims = tuple(_dims(x, (i,), level) for i, x in enumerate(call.args))
             mapped = f"vmap({mapped}, in_dims={dims})"
         if in_dims and call.kwargs:
             mapped = mapped.replace(f"({name}, ", f"(lambda *x: {name}(*x, **kwargs), ", 1)
@@ -207,10 +207,22 @@ def _calls(example: Example, names: tuple[str, str]) -> list[str]:
     return lines
 
 
-def _value(x: Any, key: Key, expressions: dict[Key, str]) -> str:
+def _dims(x: Any, path: tuple[int, ...], level: dict[Key, int]) -> Any:
+    """What ``in_dims`` says of an argument: None for what is not mapped, and for all inside it."""
+    if not isinstance(x, (tuple, list)):
+        return level.get(_key(path))
+    inner = [_dims(y, (*path, i), level) for i, y in enumerate(x)]
+    return None if all(dim is None for dim in inner) else type(x)(inner)
+
+
+def _key(path: tuple[Any, ...]) -> Any:
+    return path if len(path) > 1 else path[0]
+
+
+def _value(x: Any, path: tuple[Any, ...], expressions: dict[Key, str]) -> str:
     if isinstance(x, Tensor):
-        return expressions.get(key) or _expression(x, _literal(_flat(x)))
+        return expressions.get(_key(path)) or _expression(x, _literal(_flat(x)))
     if isinstance(x, (tuple, list)):
-        inner = ", ".join(_value(y, "", {}) for y in x)
+        inner = ", ".join(_value(y, (*path, i), expressions) for i, y in enumerate(x))
         return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' * (len(x) == 1)})"
     return f"{x}" if isinstance(x, torch.dtype) else repr(x)

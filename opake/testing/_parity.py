@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.func import grad, vjp, vmap
 
 from opake.kernels import Call
 from opake.testing._closeness import (
+    DRAWS,
     FP32_BAR,
     Result,
     Slack,
@@ -61,28 +62,53 @@ SCALES = (1.0, -0.5, 0.25, -2.0)
 """Powers of two: an example scaled by one is exact in every dtype."""
 
 Function = Callable[..., Any]
-Key = int | str  # a positional argument's place, a keyword argument's name
+Key = int | str | tuple[int, ...]
+"""A positional argument's place, a keyword argument's name, or the way to a tensor in tuples and
+lists among the positional arguments: ``(1, 0)`` is the first of the second argument."""
+
 Cotangents = Sequence[Tensor | None]
 
 
 # ---- calls
 
 
-def differentiable(call: Call) -> list[int]:
-    """Positions of the arguments that have gradients."""
-    return [i for i, x in enumerate(call.args) if isinstance(x, Tensor) and x.is_floating_point()]
+def differentiable(call: Call) -> list[Key]:
+    """Keys of the arguments that have gradients."""
+    found = tensors(call).items()
+    return [k for k, x in found if not isinstance(k, str) and x.is_floating_point()]
 
 
 def tensors(call: Call) -> dict[Key, Tensor]:
     """Every tensor among the arguments, keyword arguments included."""
-    found: dict[Key, Tensor] = {i: x for i, x in enumerate(call.args) if isinstance(x, Tensor)}
+    found = dict(_inside(call.args, ()))
     return found | {k: x for k, x in call.kwargs.items() if isinstance(x, Tensor)}
 
 
-def replaced(call: Call, values: dict[Key, Any]) -> Call:
+def _inside(values: Sequence[Any], path: tuple[int, ...]) -> Iterator[tuple[Key, Tensor]]:
+    for i, x in enumerate(values):
+        if isinstance(x, Tensor):
+            yield ((*path, i) if path else i), x
+        elif isinstance(x, (tuple, list)):
+            yield from _inside(x, (*path, i))
+
+
+def replaced(call: Call, values: Mapping[Any, Any]) -> Call:
     """The same call with other values for some arguments."""
-    args = tuple(values.get(i, x) for i, x in enumerate(call.args))
-    return Call(args, {k: values.get(k, x) for k, x in call.kwargs.items()})
+    args = _with(call.args, values, ())
+    return Call(tuple(args), {k: values.get(k, x) for k, x in call.kwargs.items()})
+
+
+def _with(old: Sequence[Any], values: Mapping[Any, Any], path: tuple[int, ...]) -> list[Any]:
+    found = []
+    for i, x in enumerate(old):
+        key = (*path, i) if path else i
+        if key in values:
+            found.append(values[key])
+        elif isinstance(x, (tuple, list)):
+            found.append(type(x)(_with(x, values, (*path, i))))
+        else:
+            found.append(x)
+    return found
 
 
 def wide(call: Call) -> Call:
@@ -143,17 +169,20 @@ def some_of(given: Cotangents, seed: int) -> list[Tensor | None]:
 
 
 def run(
-    function: Function, call: Call, wanted: Sequence[int], given: Cotangents | None = None
+    function: Function, call: Call, wanted: Sequence[Key], given: Cotangents | None = None
 ) -> Result:
     """The outputs and the gradients wrt the arguments at ``wanted``, by autograd.
 
     ``given`` has a cotangent for each output, None where that output is not used. Without it, all
     are ones. A gradient that autograd leaves out is zero.
     """
-    leaves = [x.detach() if isinstance(x, Tensor) else x for x in call.args]
-    for i in wanted:
-        leaves[i].requires_grad_()
-    outputs = as_tuple(function(*leaves, **call.kwargs))
+    leaves: dict[Key, Tensor] = {
+        k: x.detach() for k, x in tensors(call).items() if not isinstance(k, str)
+    }
+    for key in wanted:
+        leaves[key].requires_grad_()
+    here = replaced(call, leaves)
+    outputs = as_tuple(function(*here.args, **here.kwargs))
     if given is None:
         given = [torch.ones_like(x) if x.is_floating_point() else None for x in outputs]
     assert len(outputs) == len(given), f"{len(outputs)} outputs, not {len(given)}"
@@ -194,7 +223,7 @@ def assert_right(
 def _judge_run(
     reference: Function,
     call: Call,
-    wanted: Sequence[int],
+    wanted: Sequence[Key],
     given: Cotangents,
     found: Result,
     bar: float,
@@ -209,11 +238,16 @@ def _judge_run(
 
 
 def shake(call: Call, given: Cotangents, k: int) -> tuple[Call, list[Tensor | None]]:
-    """The same arguments and cotangents, every number some ulps of fp32 off, and in fp32."""
+    """The same arguments and cotangents, every number some ulps of fp32 off, and in fp32.
+
+    From :data:`DRAWS` on they are an ulp of their own dtype off, and have it.
+    """
     generator = torch.Generator().manual_seed(k)
 
     def off(x: Tensor) -> Tensor:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device) * 2 - 1
+        if k >= DRAWS:
+            return (x.double() * (1 + torch.finfo(x.dtype).eps * signs)).to(x.dtype)
         dtype = torch.promote_types(x.dtype, torch.float32)
         return x.to(dtype) * (1 + _SHAKEN * torch.finfo(dtype).eps * signs).to(dtype)
 
@@ -286,7 +320,7 @@ def assert_rows(
 
 
 def by_vjp(
-    function: Function, call: Call, wanted: Sequence[int], given: Cotangents
+    function: Function, call: Call, wanted: Sequence[Key], given: Cotangents
 ) -> tuple[Any, Any]:
     def used(*values: Tensor) -> Any:
         call_here = replaced(call, dict(zip(wanted, values, strict=True)))
@@ -297,14 +331,14 @@ def by_vjp(
     if not wanted:
         return as_tuple(function(*call.args, **call.kwargs)), ()
     of, pull, outputs = vjp(  # type: ignore[misc]
-        used, *(call.args[i] for i in wanted), has_aux=True
+        used, *(tensors(call)[i] for i in wanted), has_aux=True
     )
     by = [c for c in given if c is not None]
     return outputs, pull(tuple(c.to(x.dtype) for x, c in zip(of, by, strict=True)))
 
 
 def by_grad(
-    function: Function, call: Call, wanted: Sequence[int], given: Cotangents
+    function: Function, call: Call, wanted: Sequence[Key], given: Cotangents
 ) -> tuple[Any, Any]:
     def total(*values: Tensor) -> Any:
         call_here = replaced(call, dict(zip(wanted, values, strict=True)))
@@ -316,6 +350,6 @@ def by_grad(
 
     if not wanted:
         return as_tuple(function(*call.args, **call.kwargs)), ()
-    values = [call.args[i] for i in wanted]
+    values = [tensors(call)[i] for i in wanted]
     found, outputs = grad(total, tuple(range(len(wanted))), has_aux=True)(*values)
     return outputs, found

@@ -106,12 +106,12 @@ def assert_parity(
     Args:
         fn: the function to judge.
         reference: the same in plain, differentiable PyTorch, of one example.
-        args: the positional arguments, mapped dimensions included.
+        args: the positional arguments, mapped dimensions included; tensors may be in tuples.
         kwargs: the keyword arguments, likewise.
         transform: one of :data:`TRANSFORMS`.
         in_dims: for each ``vmap``, the outermost first, the dimension that it maps of each argument
-            that it maps, by its position or its keyword. Those of an inner one are counted without
-            those of the outer ones.
+            that it maps, by its position, its keyword, or its way in tuples. Those of an inner one
+            are counted without those of the outer ones.
         chunk_size: of the outermost ``vmap``.
         seed: of the incoming gradients: their numbers, their layout, and which outputs have one.
         tolerance: largest error in fp32 and fp64, relative to the largest number.
@@ -261,7 +261,7 @@ def _loop(
     reference: Function,
     call: Call,
     in_dims: Sequence[dict[Key, int]],
-    wanted: Sequence[int],
+    wanted: Sequence[Key],
     given: Cotangents,
 ) -> Result:
     """The rows of each vmap, stacked in front."""
@@ -275,7 +275,7 @@ def _loop(
     return Result(*(tuple(map(torch.stack, zip(*x, strict=True))) for x in zip(*rows, strict=True)))
 
 
-def _summed(rows: Result, in_dims: Sequence[dict[Key, int]], wanted: Sequence[int]) -> Result:
+def _summed(rows: Result, in_dims: Sequence[dict[Key, int]], wanted: Sequence[Key]) -> Result:
     """Add up the gradients of what examples share, put the others where ``vmap`` maps them."""
     grads = []
     for i, g in zip(wanted, rows.grads, strict=True):
@@ -308,7 +308,8 @@ def _size(call: Call, level: dict[Key, int]) -> int:
 
 def _assert_second_backward(function: Function, call: Call, given: Cotangents) -> None:
     """Assert that a graph can be gone through again, and that nothing is left of the first time."""
-    values: dict[Key, Any] = {i: call.args[i].detach() for i in parity.differentiable(call)}
+    found = parity.tensors(call)
+    values: dict[Key, Any] = {i: found[i].detach() for i in parity.differentiable(call)}
     leaves = [x.requires_grad_() for x in values.values()]
     call = parity.replaced(call, values)
     outputs = parity.as_tuple(function(*call.args, **call.kwargs))
@@ -348,7 +349,7 @@ def _check_jacobian(
         found = parity.as_tuple(function(*here.args, **here.kwargs))
         return tuple(x for x in found if x.is_floating_point())
 
-    found = jacrev(smooth, tuple(range(len(wanted))))(*(call.args[i] for i in wanted))
+    found = jacrev(smooth, tuple(range(len(wanted))))(*(parity.tensors(call)[i] for i in wanted))
     if ran is not None and not ran():
         return False
 
@@ -362,9 +363,10 @@ def _check_jacobian(
 
 
 def _jacobian(
-    reference: Function, call: Call, wanted: Sequence[int], outputs: Sequence[Tensor]
+    reference: Function, call: Call, wanted: Sequence[Key], outputs: Sequence[Tensor]
 ) -> Result:
     found: list[Tensor] = []
+    inputs = [parity.tensors(call)[i] for i in wanted]
     for place, out in enumerate(outputs):
         if not out.is_floating_point():
             continue
@@ -373,8 +375,8 @@ def _jacobian(
             given: list[Tensor | None] = [None] * len(outputs)
             given[place] = hot.view(out.shape)
             rows.append(parity.run(reference, call, wanted, given).grads)
-        for place_in, i in enumerate(wanted):
-            shape = (*out.shape, *call.args[i].shape)
+        for place_in, x in enumerate(inputs):
+            shape = (*out.shape, *x.shape)
             column = [row[place_in] for row in rows]
-            found.append(torch.stack(column).view(shape) if rows else call.args[i].new_zeros(shape))
+            found.append(torch.stack(column).view(shape) if rows else x.new_zeros(shape))
     return Result((), tuple(found))
