@@ -57,15 +57,15 @@ class LowRank(NamedTuple):
 
 _SWEEP = [
     DotTile(rows, cols, warps)
-    for rows, cols in ((16, 128), (16, 256), (32, 128), (64, 64), (64, 128))
+    for rows, cols in ((16, 128), (16, 256), (32, 64), (32, 128), (64, 64))
     for warps in (4, 8)
 ]
 _SUMS = [
     DotTile(16, cols, warps, steps) for cols, warps in ((64, 4), (128, 8)) for steps in (8, 16, 32)
 ]
-ACCUMULATE = Launch(accumulate_kernel, {"": DotTile(64, 64, 4)}, _SWEEP)
-GATED_FORWARD = Launch(gated_fwd_kernel, {"": DotTile(16, 128, 4)}, _SWEEP)
-GATED_BACKWARD = Launch(gated_bwd_kernel, {"": DotTile(16, 128, 8)}, _SUMS)  # others spill
+ACCUMULATE = Launch(accumulate_kernel, {"": DotTile(16, 128, 4)}, _SWEEP)
+GATED_FORWARD = Launch(gated_fwd_kernel, {"": DotTile(32, 64, 4)}, _SWEEP)
+GATED_BACKWARD = Launch(gated_bwd_kernel, {"": DotTile(16, 64, 4, 32)}, _SUMS)  # others spill
 
 _INTERPRETED = DotTile(32, 64, 1, 2)
 _WIDE = DotTile(32, 64, 8)

@@ -87,9 +87,9 @@ def _reference(options: Options, *tensors: Any) -> Tensor:
 # ---- both passes
 
 
-FUSED = False
-"""Whether the kernels add all short products themselves; else cuBLAS computes them, and adds the
-large ones, which costs no more where all are of one dtype."""
+FUSED = True
+"""Whether the kernels add short products themselves, where cuBLAS might compute them first
+and add the large ones to them: an H200 takes 0.3 ms less, of 9, for 8192 tokens of 14336."""
 
 
 def _within(x: Tensor, layers: list[Adapted]) -> bool:
@@ -137,8 +137,9 @@ def _bwd(
     pulled = raised(batch, [grad], [down], last) if inner or any(want.A) else None
     more, first = None, False
     if pulled is not None and pulled.shape[-1]:
-        first = not FUSED and ahead(pulled, grad.dtype)
-        if pulled.shape[-1] <= LONGEST:
+        long = pulled.shape[-1] > LONGEST
+        first = (long or not FUSED) and ahead(pulled, grad.dtype)
+        if not long:
             more = LowRank(pulled, None if first else stacked(batch, [down]))
     # The kernel that has all of it at hand adds up A's gradient, or one pass more is needed.
     sums = inner and any(want.A) and more is not None and short((more, *plus))
