@@ -29,7 +29,9 @@ from opake.plan import (
     experts,
     generic,
     kernels,
+    norms,
     process,
+    ropes,
 )
 from opake.plan.step import Concern, Context, Plan, ProcessConcern, Skip, Step
 from opake.symbols import Symbol
@@ -45,6 +47,9 @@ MODEL: dict[str, Concern] = {
     "vmap_checkpointing": checkpointing.CHECKPOINTING,
     "vmap_grouped_mm": experts.GROUPED_MM,
     "kv_cache": calls.KV_CACHE,
+    "rope": ropes.ROPE,
+    "rms_norm": norms.RMS_NORM,
+    "layer_norm": norms.LAYER_NORM,
     "activation": kernels.ACTIVATION,
     "dropout": dropout.DROPOUT,
 }
