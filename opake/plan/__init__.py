@@ -21,14 +21,17 @@ from opake.errors import NotAModel, UnsupportedAttention, UnsupportedModel
 from opake.families import Family
 from opake.flags import CONCERNS, Flags, resolve
 from opake.plan import (
+    add_norm,
     attention,
     calls,
     checkpointing,
     collators,
     dropout,
+    embeddings,
     experts,
     generic,
     kernels,
+    losses,
     norms,
     process,
     ropes,
@@ -50,7 +53,10 @@ MODEL: dict[str, Concern] = {
     "rope": ropes.ROPE,
     "rms_norm": norms.RMS_NORM,
     "layer_norm": norms.LAYER_NORM,
+    "fused_add_rms_norm": add_norm.FUSED_ADD_RMS_NORM,
     "activation": kernels.ACTIVATION,
+    "cross_entropy": losses.CROSS_ENTROPY,
+    "embedding": embeddings.EMBEDDING,
     "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""

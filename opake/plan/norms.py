@@ -31,6 +31,7 @@ class RMSFormula(NamedTuple):
     eps: str
     offset: float
     casting_mode: str
+    weighted: bool
 
 
 class LayerFormula(NamedTuple):
@@ -38,6 +39,8 @@ class LayerFormula(NamedTuple):
 
     eps: str
     offset: float
+    weighted: bool
+    biased: bool
 
 
 # ---- RMS norms
@@ -83,7 +86,7 @@ def _rms_formula(cls: Any, forward: Any, dims: int | None, plain: Any) -> RMSFor
                 options = {"offset": offset, "casting_mode": mode}
                 expected = functools.partial(_called, reference, options)
                 if _agrees(cls, forward, plain, eps, x, {"weight": weight}, expected):
-                    return RMSFormula(eps, offset, mode)
+                    return RMSFormula(eps, offset, mode, dims is not None)
     return None
 
 
@@ -100,10 +103,15 @@ def _run_rms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if why:
         return site.guard.stock(why, wrapped, args, kwargs)
     formula: RMSFormula = site.formula
-    weight = instance._parameters.get("weight")
+    weight = instance.weight if formula.weighted else None
     options = {"offset": formula.offset, "casting_mode": formula.casting_mode}
     eps = getattr(instance, formula.eps)
     return site.guard.run(_RMS(), (args[0], weight, eps), options, wrapped, args)
+
+
+def is_wrapper(build: Any) -> bool:
+    """Tell whether a layer of a slot is the wrapper of this concern."""
+    return getattr(getattr(build, "__self__", None), "wrapper", None) is _run_rms
 
 
 @functools.cache
@@ -165,7 +173,7 @@ def _layer_formula(
                 return result
 
             if _agrees(cls, forward, plain, eps, x, parts, expected, mixed=False):
-                return LayerFormula(eps, offset)
+                return LayerFormula(eps, offset, "weight" in given, "bias" in given)
     return None
 
 
@@ -176,11 +184,12 @@ def _run_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)["_opake_layer_norm"]
-    weight, bias = instance._parameters.get("weight"), instance._parameters.get("bias")
+    formula: LayerFormula = site.formula
+    weight = instance.weight if formula.weighted else None
+    bias = instance.bias if formula.biased else None
     why = fused.strange(wrapped, instance, args, kwargs) or _unlike(args[0], weight, bias)
     if why:
         return site.guard.stock(why, wrapped, args, kwargs)
-    formula: LayerFormula = site.formula
     if formula.offset:
         weight = weight + formula.offset
     given = (args[0], weight, bias, getattr(instance, formula.eps))
