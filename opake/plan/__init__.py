@@ -151,7 +151,8 @@ def _collect(flags: Flags, build: Callable[[str], Step | Skip]) -> Plan:
         if isinstance(step, Skip):
             plan.rows.append(Row(concern, "-", "-", 0, "skipped", step.reason))
         else:
-            plan.patches += step.patches
+            found = (step.patches, plan.patches) if step.beneath else (plan.patches, step.patches)
+            plan.patches = [*found[0], *found[1]]
             plan.rows.append(Row(concern, step.target, step.how, step.count, "on", step.note))
     return plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -22,7 +23,9 @@ _SCALE = "embed_scale"
 
 
 def _embedding(context: Context) -> Step | Skip:
-    return fused.build(context, "embedding", _examine, "the model has no embedding")
+    step = fused.build(context, "embedding", _examine, "the model has no embedding")
+    # What lets hooks of an embedding be called under a transform has to see what they see.
+    return step if isinstance(step, Skip) else dataclasses.replace(step, beneath=True)
 
 
 def _examine(module: nn.Module) -> Found | str | None:

@@ -17,16 +17,14 @@ from opake.kernels._bounds import check_indices
 from opake.plan import fused
 from opake.plan.deduce import _names
 from opake.plan.fused import Found
-from opake.plan.step import Concern, Context, Need, Skip, Step
+from opake.plan.step import Concern, Context, Skip, Step
 
 _MODULE, _NAME = "transformers.loss.loss_utils", "ForCausalLMLoss"
-_PARAMETERS = ("logits", "labels", "vocab_size", "num_items_in_batch", "ignore_index")
 
 
 def _cross_entropy(context: Context) -> Step | Skip:
     absent = "the model computes no loss, or one of its own"
-    step = fused.build(context, "cross_entropy", _examine, absent)
-    return step
+    return fused.build(context, "cross_entropy", _examine, absent)
 
 
 def _examine(module: nn.Module) -> Found | str | None:
@@ -42,7 +40,7 @@ def _examine(module: nn.Module) -> Found | str | None:
     found: Any = module.loss_function
     if found is not _stock():
         return f"the loss of {cls.__name__} is {getattr(found, '__name__', found)}"
-    patches = [LossPatch(module, causal_lm_loss), ForwardPatch(module, _ANNOUNCE)]
+    patches = [LossPatch(module, _in_place_of(found)), ForwardPatch(module, _ANNOUNCE)]
     return Found(None, [*patches], f"{cls.__name__}.loss_function")
 
 
@@ -54,40 +52,55 @@ def _stock() -> Any:
     return getattr(importlib.import_module(_MODULE), _NAME)
 
 
-def causal_lm_loss(
-    logits: Tensor,
-    labels: Tensor | None,
-    vocab_size: int,
-    num_items_in_batch: Any = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **kwargs: Any,
+@functools.cache
+def _in_place_of(stock: Any) -> Any:
+    """Return what computes transformers' ``ForCausalLMLoss``, by the kernel where it pays."""
+
+    @functools.wraps(stock)
+    def causal_lm_loss(
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        given = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
+        site = None if torch.compiler.is_compiling() else fused.site_here("cross_entropy")
+        if site is None:  # or somebody calls the loss by itself
+            loss: Tensor = stock(*given, **kwargs)
+            return loss
+        return _computed(site, functools.partial(stock, **kwargs), *given)
+
+    del causal_lm_loss.__wrapped__  # type: ignore[attr-defined]
+    causal_lm_loss._opake_permanent = True  # type: ignore[attr-defined]
+    return causal_lm_loss
+
+
+def _computed(
+    site: fused.Site, stock: Any, logits: Tensor, labels: Any, vocab_size: int, *others: Any
 ) -> Tensor:
-    """Compute transformers' ``ForCausalLMLoss``, by the kernel where it can and should."""
-    given = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
-    site = None if torch.compiler.is_compiling() else fused.site_here("cross_entropy")
-    if site is None:
-        loss: Tensor = _stock()(*given, **kwargs)
-        return loss
-    stock = functools.partial(_stock(), **kwargs)
-    why = _strange(*given)
+    items, ignored, shifted = others
+    given = (logits, labels, vocab_size, *others)
+    why = _strange(logits, labels, vocab_size, items, shifted)
     if why:
-        return site.guard.stock(why, stock, given)  # type: ignore[no-any-return]
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.reshape(-1).to(logits.device)
-    check_indices("labels", targets, vocab_size, ignore_index)
-    if isinstance(num_items_in_batch, Tensor):
-        num_items_in_batch = num_items_in_batch.to(logits.device, non_blocking=True)
-    options = {"ignore_index": ignore_index, "num_items": num_items_in_batch}
+        found: Tensor = site.guard.stock(why, stock, given)
+        return found
+    if shifted is None:
+        shifted = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
+    targets = shifted.reshape(-1).to(logits.device)
+    check_indices("labels", targets, vocab_size, ignored)
+    if isinstance(items, Tensor):
+        items = items.to(logits.device, non_blocking=True)
+    options = {"ignore_index": ignored, "num_items": items}
     args = logits.reshape(-1, vocab_size), targets
-    found: Tensor = site.guard.run(_OP(), args, options, stock, given)
+    found = site.guard.run(_OP(), args, options, stock, given)
     return found
 
 
 def _strange(
-    logits: Tensor, labels: Any, vocab_size: int, items: Any, ignore_index: int, shifted: Any
+    logits: Tensor, labels: Any, vocab_size: int, items: Any, shifted: Any
 ) -> str:
     target = labels if shifted is None else shifted
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
