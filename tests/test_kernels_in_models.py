@@ -44,15 +44,48 @@ KERNELS = (
     "cross_entropy",
     "embedding",
 )
-_LAYER_NORMS = set(
-    "bert roberta cohere cohere2 falcon gpt2 gpt_neox nemotron opt persimmon phi stablelm "
-    "starcoder2".split()
-)
-_NORMED_SUMS = set("deepseek_v4 exaone4 gemma2 gemma3_text glm4 lfm2 mamba2 olmo2 olmo3".split())
-_UNGATED = set(
-    "arcee bert deepseek_v4 falcon gpt2 gpt_neox gpt_oss mamba2 nemotron opt persimmon phi roberta "
-    "starcoder2".split()
-)
+_LAYER_NORMS = {
+    "bert",
+    "roberta",
+    "cohere",
+    "cohere2",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "nemotron",
+    "opt",
+    "persimmon",
+    "phi",
+    "stablelm",
+    "starcoder2",
+}
+_NORMED_SUMS = {
+    "deepseek_v4",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "lfm2",
+    "mamba2",
+    "olmo2",
+    "olmo3",
+}
+_UNGATED = {
+    "arcee",
+    "bert",
+    "deepseek_v4",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "mamba2",
+    "nemotron",
+    "opt",
+    "persimmon",
+    "phi",
+    "roberta",
+    "starcoder2",
+}
 STOCK = {
     "rope": {"bert", "roberta", "gpt2", "opt", "mamba2", "deepseek_v4"},
     "rms_norm": _LAYER_NORMS,

@@ -153,10 +153,9 @@ def test_labels_out_of_range_and_a_loss_of_somebodys() -> None:
 def test_eval_has_gradients_and_no_grad_has_none() -> None:
     model, batch = make("qwen3").eval(), zoo.batch(zoo.LEFT)
     expected = stock_loop(model, batch)
-    with opake.patched(model):
-        with torch.no_grad():
-            found = per_example(model, batch, batched=True)
-            assert not model.train()(**batch).loss.requires_grad
+    with opake.patched(model), torch.no_grad():
+        found = per_example(model, batch, batched=True)
+        assert not model.train()(**batch).loss.requires_grad
     assert errors(found, expected)[1] <= FUSED_BAR
 
 

@@ -23,7 +23,7 @@ from opake.engine.reclass import stock_class
 from opake.engine.slots import MISSING, attribute_slot
 from opake.plan import fused, norms
 from opake.plan.fused import Found
-from opake.plan.modules import foreign_forward
+from opake.plan.modules import foreign_forward, stock_method
 from opake.plan.step import Concern, Context, Skip, Step
 
 _CALL = "_opake_add_norm"
@@ -49,7 +49,7 @@ def _fused_add_rms_norm(context: Context) -> Step | Skip:
 
 
 def _examine(module: nn.Module) -> Found | str | None:
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if cls.__module__.startswith("torch.") or not _has_norm(module):
         return None
     layer = _compiled(cls, cls.forward)
@@ -126,11 +126,13 @@ def _rewrite(definition: ast.FunctionDef, found: list[str]) -> None:
             continue
         found.append(norm)
         total, copied, _ = three
-        assert isinstance(total, ast.Assign) and isinstance(copied, ast.Assign)
+        assert isinstance(total, ast.Assign)
+        assert isinstance(copied, ast.Assign)
         assert isinstance(total.value, ast.BinOp)
         hidden, residual = ast.unparse(total.targets[0]), ast.unparse(copied.targets[0])
         call = ast.parse(f"{hidden}, {residual} = {_CALL}(self, {norm!r}, a, b)").body[0]
-        assert isinstance(call, ast.Assign) and isinstance(call.value, ast.Call)
+        assert isinstance(call, ast.Assign)
+        assert isinstance(call.value, ast.Call)
         call.value.args[2:] = [total.value.left, total.value.right]
         after.append(_at(call, total))
         del body[:3]
@@ -188,7 +190,7 @@ def _run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)[_SLOT]
     layer: _Layer = site.formula.layer
-    if getattr(wrapped, "func", None) is not stock_class(instance).forward:
+    if getattr(wrapped, "func", None) is not stock_method(instance):
         return site.guard.stock("another wrapper lies beneath", wrapped, args, kwargs)
     if any(name.startswith("past_key_value") for name in kwargs.keys() - {*layer.parameters}):
         # A decorator of transformers' gives it the name of today.

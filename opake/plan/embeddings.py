@@ -29,7 +29,7 @@ def _embedding(context: Context) -> Step | Skip:
 
 
 def _examine(module: nn.Module) -> Found | str | None:
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if not isinstance(module, nn.Embedding):
         return None
     owner = foreign_forward(module)
@@ -76,7 +76,12 @@ def _scaled(cls: Any, forward: Any) -> bool | None:
 def _made(cls: Any, dtype: torch.dtype) -> Any:
     made = cls.__new__(cls)
     nn.Module.__init__(made)
-    fields = {"num_embeddings": 5, "embedding_dim": 8, "padding_idx": 0, "max_norm": None}
+    fields: dict[str, Any] = {
+        "num_embeddings": 5,
+        "embedding_dim": 8,
+        "padding_idx": 0,
+        "max_norm": None,
+    }
     fields |= {"norm_type": 2.0, "scale_grad_by_freq": False, "sparse": False}
     vars(made).update(fields)
     made.weight = nn.Parameter(fused.draw(5, 8).to(dtype))
@@ -89,7 +94,8 @@ def _run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)["_opake_embedding"]
     why = fused.strange(wrapped, instance, args, kwargs) or _options(instance)
-    ids, weight = args[0] if args else None, instance.weight
+    ids: Any = args[0] if args else None
+    weight = instance.weight
     if not why and not (isinstance(ids, Tensor) and ids.dtype in (torch.int64, torch.int32)):
         why = "ids that are no int32 or int64"
     if why:

@@ -74,7 +74,7 @@ def build(context: Context, concern: str, examine: Examine, absent: str) -> Step
 
 def unlike_file(module: nn.Module) -> str:
     """Say why the ``forward`` of a module is not the one that its modeling file gives it."""
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     owner = foreign_forward(module)
     if owner is not None:
         return f"an instance forward from {owner}"
@@ -99,7 +99,7 @@ def autocasts(x: Tensor) -> bool:
 
 def bare(module: nn.Module) -> Any:
     """Return an object of a module's class that has its plain attributes, and no tensor."""
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     made = cls.__new__(cls)
     nn.Module.__init__(made)
     plain = (bool, int, float, str, type(None), tuple)

@@ -87,12 +87,14 @@ def _is_plain(act_fn: Any, formula: _Formula) -> bool:
     """Tell whether calling ``act_fn`` is what it was and nothing else, now."""
     if formula.act_fn is None:
         return True
+    kind: Any = type(act_fn)
+    cls, fields = formula.act_fn
     return (
-        type(act_fn) is formula.act_fn[0]
+        kind is cls
         and not (act_fn._forward_hooks or act_fn._forward_pre_hooks)
         and not (act_fn._backward_hooks or act_fn._backward_pre_hooks)
         and "forward" not in vars(act_fn)
-        and all(vars(act_fn).get(n) == v for n, v in formula.act_fn[1])
+        and all(vars(act_fn).get(n) == v for n, v in fields)
         and not _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
@@ -192,7 +194,7 @@ def _declared(context: Context) -> tuple[type, ...] | Skip:
 
 
 def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | None:
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if cls.__module__.startswith("torch."):
         return None
     named = isinstance(module, declared)
@@ -280,9 +282,7 @@ def _is_expert_gate(apply_gate: Any, plain: Any) -> bool:
     return _computes(apply_gate, {**dict(plain), "act_fn": functional.silu}, expected)
 
 
-def _computes(
-    method: Any, parts: dict[str, Any], expected: Callable[[Tensor], Tensor]
-) -> bool:
+def _computes(method: Any, parts: dict[str, Any], expected: Callable[[Tensor], Tensor]) -> bool:
     """Run a method on an object that has these parts and nothing else."""
     x = 40 * fused.draw(8, 6)  # large enough for what clamps to show
     try:

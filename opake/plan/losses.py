@@ -29,7 +29,7 @@ def _cross_entropy(context: Context) -> Step | Skip:
 
 def _examine(module: nn.Module) -> Found | str | None:
     model_class = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if not isinstance(module, model_class) or "loss_function" not in _names(cls.forward):
         return None
     if "_loss_function" in vars(module):
@@ -71,22 +71,22 @@ def _in_place_of(stock: Any) -> Any:
         if site is None:  # or somebody calls the loss by itself
             loss: Tensor = stock(*given, **kwargs)
             return loss
-        return _computed(site, functools.partial(stock, **kwargs), *given)
+        computed: Tensor = _computed(site, functools.partial(stock, **kwargs), *given)
+        return computed
 
-    del causal_lm_loss.__wrapped__  # type: ignore[attr-defined]
+    del causal_lm_loss.__wrapped__
     causal_lm_loss._opake_permanent = True  # type: ignore[attr-defined]
     return causal_lm_loss
 
 
 def _computed(
     site: fused.Site, stock: Any, logits: Tensor, labels: Any, vocab_size: int, *others: Any
-) -> Tensor:
+) -> Any:
     items, ignored, shifted = others
     given = (logits, labels, vocab_size, *others)
     why = _strange(logits, labels, vocab_size, items, shifted)
     if why:
-        found: Tensor = site.guard.stock(why, stock, given)
-        return found
+        return site.guard.stock(why, stock, given)
     if shifted is None:
         shifted = functional.pad(labels, (0, 1), value=ignored)[..., 1:]
     targets = shifted.reshape(-1).to(logits.device)
@@ -95,13 +95,10 @@ def _computed(
         items = items.to(logits.device, non_blocking=True)
     options = {"ignore_index": ignored, "num_items": items}
     args = logits.reshape(-1, vocab_size), targets
-    found = site.guard.run(_OP(), args, options, stock, given)
-    return found
+    return site.guard.run(_OP(), args, options, stock, given)
 
 
-def _strange(
-    logits: Tensor, labels: Any, vocab_size: int, items: Any, shifted: Any
-) -> str:
+def _strange(logits: Tensor, labels: Any, vocab_size: int, items: Any, shifted: Any) -> str:
     target = labels if shifted is None else shifted
     if not isinstance(target, Tensor) or target.dtype not in (torch.int64, torch.int32):
         return "labels that are no int32 or int64"

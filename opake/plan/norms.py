@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from opake.engine import ForwardPatch
 from opake.engine.reclass import stock_class
 from opake.plan import fused
 from opake.plan.fused import Found
+from opake.plan.modules import foreign_forward
 from opake.plan.step import Concern, Context, Skip, Step
 
 _EPS, _WIDTH, _HEADS = 0.37, 8, 2
@@ -52,7 +53,7 @@ def _rms_norm(context: Context) -> Step | Skip:
 
 def examine_rms(module: nn.Module) -> Found | str | None:
     """Look at a module that may be an RMS norm."""
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if not _may_be_norm(module) or not _is_rms(cls):
         return None
     name, why = cls.__name__, fused.unlike_file(module)
@@ -127,7 +128,7 @@ def _layer_norm(context: Context) -> Step | Skip:
 
 
 def _examine_layer(module: nn.Module) -> Found | str | None:
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if not _may_be_norm(module) or "LayerNorm" not in cls.__name__ or _is_rms(cls):
         return None
     name, why = cls.__name__, fused.unlike_file(module) if cls is not nn.LayerNorm else _own(module)
@@ -146,8 +147,6 @@ def _examine_layer(module: nn.Module) -> Found | str | None:
 
 
 def _own(module: nn.Module) -> str:
-    from opake.plan.modules import foreign_forward
-
     owner = foreign_forward(module)
     return "" if owner is None else f"an instance forward from {owner}"
 
@@ -185,7 +184,7 @@ def _run_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)["_opake_layer_norm"]
     formula: LayerFormula = site.formula
-    weight = instance.weight if formula.weighted else None
+    weight: Any = instance.weight if formula.weighted else None
     bias = instance.bias if formula.biased else None
     why = fused.strange(wrapped, instance, args, kwargs) or _unlike(args[0], weight, bias)
     if why:
@@ -240,7 +239,7 @@ def _agrees(
     plain: Any,
     eps: str,
     x: Tensor,
-    parts: dict[str, Tensor | None],
+    parts: Mapping[str, Tensor | None],
     expected: Callable[..., Tensor],
     *,
     mixed: bool = True,

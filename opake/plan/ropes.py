@@ -60,7 +60,7 @@ def _pairs_by_first_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Call
 
 
 def _pairs_to_halves(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Call:
-    q, k = (x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for x in (q, k))
+    q, k = (x.reshape(*x.shape[:-1], -1, 2).mT.flatten(-2) for x in (q, k))
     return _halves(q, k, cos, sin)
 
 
@@ -105,7 +105,7 @@ def _rope(context: Context) -> Step | Skip:
 
 
 def _examine(module: nn.Module) -> Found | str | None:
-    cls = stock_class(module)
+    cls: Any = stock_class(module)
     if cls.__module__.startswith("torch."):
         return None
     names = [name for name in _reads(cls.forward) if "apply_rotary" in name]
@@ -205,7 +205,7 @@ def _replacement(stock: Any, formula: Formula) -> Any:
             return q.to(args[0].dtype), k.to(args[1].dtype)
         return found
 
-    del rotated.__wrapped__  # type: ignore[attr-defined]
+    del rotated.__wrapped__
     rotated._opake_permanent = True  # type: ignore[attr-defined]
     return rotated
 
