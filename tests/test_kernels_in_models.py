@@ -222,7 +222,8 @@ def test_what_lies_beneath_the_kernel_still_runs() -> None:
     expected = model(ids).logits
     assert seen == ["hook"]
     seen.clear()
-    with opake.PatchSet([opake.ForwardPatch(second, layer)]), opake.patched(model):
+    kernels = opake.patched(model, kernels=["swiglu"])
+    with opake.PatchSet([opake.ForwardPatch(second, layer)]), kernels:
         found = model(ids).logits
         stats = opake.guard_stats(model)["activation"]
     assert seen == ["hook", "layer"]
