@@ -97,15 +97,16 @@ def autocasts(x: Tensor) -> bool:
     return torch.is_autocast_enabled(x.device.type)
 
 
-def bare(module: nn.Module) -> Any:
-    """Return an object of a module's class that has its plain attributes, and no tensor."""
-    cls: Any = stock_class(module)
-    made = cls.__new__(cls)
-    nn.Module.__init__(made)
-    plain = (bool, int, float, str, type(None), tuple)
-    fields = vars(module).items()
-    vars(made).update((k, v) for k, v in fields if k[0] != "_" and isinstance(v, plain))
-    return made
+_PLAIN = (bool, int, float, str, type(None), tuple)
+
+
+def plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """Return a module's own plain attributes, without what training mode it is in."""
+    return tuple(
+        (name, value)
+        for name, value in vars(module).items()
+        if name[0] != "_" and name != "training" and isinstance(value, _PLAIN)
+    )
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:

@@ -204,7 +204,7 @@ def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | Non
     projections = tuple(n for n in module._modules if n != act)
     if not (named or 2 <= len(projections) <= 3):
         return None
-    parts = _mlp_parts(cls, cls.forward, projections, act, _plain(module))
+    parts = _mlp_parts(cls, cls.forward, projections, act, fused.plain(module))
     if parts is None or not is_of_file(cls.forward, cls):
         said = named or cls.__name__.endswith("MLP")
         return f"{cls.__name__}.forward is another formula" if said else None
@@ -222,7 +222,7 @@ def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | Non
 
 def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
     function = cls._apply_gate
-    if not is_of_file(function, cls) or not _is_expert_gate(function, _plain(module)):
+    if not is_of_file(function, cls) or not _is_expert_gate(function, fused.plain(module)):
         return f"{cls.__name__}._apply_gate is another formula"
     kind = _kind(getattr(module, "act_fn", None))
     op = _op_of(getattr(module, "act_fn", None))
@@ -233,11 +233,6 @@ def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
     formula = _Formula(_Parts("", "", "", "act_fn"), op, kind)
     patch = ForwardPatch(module, _expert_gate, slot="_apply_gate")
     return Found(formula, [patch], f"{cls.__name__}._apply_gate{where}")
-
-
-def _plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    found = vars(fused.bare(module)).items()
-    return tuple((n, v) for n, v in found if n[0] != "_" and n != "training")
 
 
 @functools.cache

@@ -54,7 +54,7 @@ def _rms_norm(context: Context) -> Step | Skip:
 def examine_rms(module: nn.Module) -> Found | str | None:
     """Look at a module that may be an RMS norm."""
     cls: Any = stock_class(module)
-    if not _may_be_norm(module) or not _is_rms(cls):
+    if not _is_rms(cls) or not _may_be_norm(module):
         return None
     name, why = cls.__name__, fused.unlike_file(module)
     if why:
@@ -64,7 +64,7 @@ def examine_rms(module: nn.Module) -> Found | str | None:
     weight = module._parameters.get("weight")
     if any(p is not None for n, p in module.named_parameters(recurse=False) if n != "weight"):
         return f"{name} has more parameters than a weight"
-    formula = _rms_formula(cls, cls.forward, _shape_of(weight), _plain(module))
+    formula = _rms_formula(cls, cls.forward, _shape_of(weight), fused.plain(module))
     if formula is None:
         return f"{name}.forward is another formula"
     return Found(formula, [ForwardPatch(module, _run_rms)], f"{name}.forward")
@@ -129,7 +129,7 @@ def _layer_norm(context: Context) -> Step | Skip:
 
 def _examine_layer(module: nn.Module) -> Found | str | None:
     cls: Any = stock_class(module)
-    if not _may_be_norm(module) or "LayerNorm" not in cls.__name__ or _is_rms(cls):
+    if "LayerNorm" not in cls.__name__ or _is_rms(cls) or not _may_be_norm(module):
         return None
     name, why = cls.__name__, fused.unlike_file(module) if cls is not nn.LayerNorm else _own(module)
     if why:
@@ -140,7 +140,7 @@ def _examine_layer(module: nn.Module) -> Found | str | None:
         return f"{name} norms several dimensions at once"
     rank = next(iter(dims), 1)
     given = tuple(n for n, p in parts.items() if p is not None)
-    formula = _layer_formula(cls, cls.forward, rank, given, _plain(module))
+    formula = _layer_formula(cls, cls.forward, rank, given, fused.plain(module))
     if formula is None:
         return f"{name}.forward is another formula"
     return Found(formula, [ForwardPatch(module, _run_layer)], f"{name}.forward")
@@ -212,13 +212,7 @@ def _LAYER() -> Any:  # noqa: N802
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    return not module._modules and bool(_epsilons(_plain(module)))
-
-
-def _plain(module: nn.Module) -> tuple[tuple[str, Any], ...]:
-    """Return a module's own plain attributes, without what training mode it is in."""
-    found = vars(fused.bare(module)).items()
-    return tuple((n, v) for n, v in found if n[0] != "_" and n != "training")
+    return not module._modules and bool(_epsilons(fused.plain(module)))
 
 
 def _epsilons(plain: Any) -> list[str]:
