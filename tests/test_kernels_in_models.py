@@ -35,19 +35,87 @@ def make(model_type: str, **fields: Any) -> Any:
 # --- where
 
 
+KERNELS = (
+    "rope",
+    "rms_norm",
+    "layer_norm",
+    "fused_add_rms_norm",
+    "activation",
+    "cross_entropy",
+    "embedding",
+)
+_LAYER_NORMS = {
+    "bert",
+    "roberta",
+    "cohere",
+    "cohere2",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "nemotron",
+    "opt",
+    "persimmon",
+    "phi",
+    "stablelm",
+    "starcoder2",
+}
+_NORMED_SUMS = {
+    "deepseek_v4",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "lfm2",
+    "mamba2",
+    "olmo2",
+    "olmo3",
+}
+_UNGATED = {
+    "arcee",
+    "bert",
+    "deepseek_v4",
+    "falcon",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "mamba2",
+    "nemotron",
+    "opt",
+    "persimmon",
+    "phi",
+    "roberta",
+    "starcoder2",
+}
+STOCK = {
+    "rope": {"bert", "roberta", "gpt2", "opt", "mamba2", "deepseek_v4"},
+    "rms_norm": _LAYER_NORMS,
+    "layer_norm": {*zoo.FIELDS} - _LAYER_NORMS,
+    "fused_add_rms_norm": _LAYER_NORMS | _NORMED_SUMS,
+    "activation": _UNGATED,
+    "cross_entropy": {"bert", "roberta"},
+    "embedding": set(),
+}
+"""The families in which a kernel fits no module."""
+
+
+def runs(model_type: str) -> list[str]:
+    return [concern for concern in KERNELS if model_type not in STOCK[concern]]
+
+
 @zoo.families
 @interpreted
 def test_every_module_that_fits_gets_the_kernel(model_type: str) -> None:
     model = make(model_type)
-    found, gates = row(model), traits.gates(model)
-    if gates:
-        assert (found.status, found.count, found.reason) == ("on", gates, "")
-        return
-    assert (found.status, found.count) == ("skipped", 0)
-    gated = [m for m in model.modules() if hasattr(m, "gate_proj") and hasattr(m, "act_fn")]
-    other = {type(module.act_fn).__name__ for module in gated}
-    reasons = ["the family names no gated MLP", *(f"no kernel for {name}" for name in other)]
-    assert found.reason in [f"left to HF: {reason}" for reason in reasons]
+    rows = {r.concern: r for r in opake.check(model)}
+    for concern in KERNELS:
+        found = rows[concern]
+        if concern in runs(model_type):
+            assert found.status == "on", found
+            assert found.count > 0
+        else:
+            assert (found.status, found.count) == ("skipped", 0)
+            assert found.reason.startswith("left to HF: ")
+    assert rows["activation"].count >= traits.gates(model)
 
 
 @zoo.families
@@ -57,7 +125,7 @@ def test_without_a_gpu_the_rest_stays_on(model_type: str) -> None:
     model = make(model_type)
     found = row(model, kernels=True)
     assert found.status == "skipped"
-    assert "CUDA" in found.reason or "the family names no gated MLP" in found.reason
+    assert "CUDA" in found.reason
     with opake.patched(model, kernels=True) as scope:
         assert {r.concern for r in scope.explain() if r.status == "on"} >= {"batchify", "kv_cache"}
         model(zoo.tokens())
@@ -84,12 +152,12 @@ class _OtherMLP(LlamaMLP):
 def test_a_module_that_does_not_fit_is_left_to_stock() -> None:
     model = make("llama", num_hidden_layers=4)
     layers = model.model.layers
-    layers[0].mlp.act_fn = nn.GELU()
+    layers[0].mlp.act_fn = nn.ReLU()
     layers[1].mlp.__class__ = _OtherMLP
     layers[2].mlp.forward = lambda x: torch.zeros_like(x)
     found = row(model)
     assert (found.status, found.count) == ("on", 1)
-    for reason in ("no kernel for GELU", "_OtherMLP is not LlamaMLP itself", "<lambda>"):
+    for reason in ("no kernel for ReLU", "_OtherMLP.forward is another formula", "<lambda>"):
         assert reason in found.reason
     batch = zoo.batch(zoo.RIGHT)
     expected = stock_loop(model, batch)
@@ -111,7 +179,6 @@ def test_a_family_that_names_another_formula_is_left_to_stock() -> None:
             found = row(make("llama"))
         finally:
             families_._REGISTERED.clear()
-        assert found.status == "skipped"
         assert reason in found.reason
 
 
@@ -155,7 +222,8 @@ def test_what_lies_beneath_the_kernel_still_runs() -> None:
     expected = model(ids).logits
     assert seen == ["hook"]
     seen.clear()
-    with opake.PatchSet([opake.ForwardPatch(second, layer)]), opake.patched(model):
+    kernels = opake.patched(model, kernels=["swiglu"])
+    with opake.PatchSet([opake.ForwardPatch(second, layer)]), kernels:
         found = model(ids).logits
         stats = opake.guard_stats(model)["activation"]
     assert seen == ["hook", "layer"]
@@ -167,38 +235,27 @@ def test_what_lies_beneath_the_kernel_still_runs() -> None:
 
 
 @zoo.families
-@pytest.mark.case("fused swiglu")
-def test_per_example_gradients_are_the_loops(model_type: str) -> None:
-    if not traits.gates(make(model_type)):
-        pytest.skip("none of its modules gates SiLU in the form that the kernel takes")
-    check_gradients(model_type)
-
-
+@pytest.mark.case("fused kernels")
 @interpreted
-def check_gradients(model_type: str) -> None:
+def test_per_example_gradients_are_the_loops(model_type: str) -> None:
     model = make(model_type)
-    for mask in (None, zoo.MIXED):
-        batch = zoo.batch(mask)
-        expected = stock_loop(model, batch)
-        before = Snapshot(model)
-        with opake.patched(model), torch.no_grad():
-            found = per_example(model, batch, batched=False)
-            stats = opake.guard_stats(model)
-        assert before.changes() == []
-        assert stats["activation"]["ran"] >= traits.gates(model)
-        assert stats["activation"]["fell_back"] == {}
-        zoo.assert_alike([found], expected, model, batch)
+    batch = zoo.batch(zoo.MIXED)
+    expected = stock_loop(model, batch)
+    before = Snapshot(model)
+    with opake.patched(model), torch.no_grad():
+        found = per_example(model, batch, batched=False)
+        stats = opake.guard_stats(model)
+    assert before.changes() == []
+    assert [*stats] == runs(model_type)
+    for concern, counts in stats.items():
+        assert counts["ran"] > 0, concern
+        assert counts["fell_back"] == {}, concern
+    zoo.assert_alike([found], expected, model, batch)
 
 
 @zoo.families
-def test_an_ordinary_step_is_stocks(model_type: str) -> None:
-    if not traits.gates(make(model_type)):
-        pytest.skip("none of its modules gates SiLU in the form that the kernel takes")
-    check_step(model_type)
-
-
 @interpreted
-def check_step(model_type: str) -> None:
+def test_an_ordinary_step_is_stocks(model_type: str) -> None:
     model, batch = make(model_type), zoo.batch(zoo.RIGHT)
 
     def step() -> dict[str, torch.Tensor]:
@@ -210,7 +267,7 @@ def check_step(model_type: str) -> None:
     stock = step()
     with opake.patched(model):
         found = step()
-        assert opake.guard_stats(model)["activation"]["ran"] >= traits.gates(model)
+        assert all(opake.guard_stats(model)[c]["ran"] for c in runs(model_type))
     largest = max(g.abs().max().item() for g in stock.values())
     bar = MOE_BAR if zoo.is_coarse(model_type) else FUSED_BAR
     assert max(error(found[n], stock[n], 1e-3 * largest) for n in stock) <= bar

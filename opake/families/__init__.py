@@ -25,7 +25,7 @@ class Family:
         wrapped_by: models around ``base`` that build its masks for it, each with the functions
             that do so, as its module names them.
         cache: False where the model keeps no keys and values from call to call.
-        mlp: the module that computes ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, if any.
+        mlp: the module with a gated MLP, if any; others are found by trying them.
         experts: the module of stacked experts that :mod:`transformers.integrations.moe` runs.
     """
 

@@ -21,15 +21,20 @@ from opake.errors import NotAModel, UnsupportedAttention, UnsupportedModel
 from opake.families import Family
 from opake.flags import CONCERNS, Flags, resolve
 from opake.plan import (
+    add_norm,
     attention,
     calls,
     checkpointing,
     collators,
     dropout,
+    embeddings,
     experts,
     generic,
     kernels,
+    losses,
+    norms,
     process,
+    ropes,
 )
 from opake.plan.step import Concern, Context, Plan, ProcessConcern, Skip, Step
 from opake.symbols import Symbol
@@ -45,7 +50,13 @@ MODEL: dict[str, Concern] = {
     "vmap_checkpointing": checkpointing.CHECKPOINTING,
     "vmap_grouped_mm": experts.GROUPED_MM,
     "kv_cache": calls.KV_CACHE,
+    "rope": ropes.ROPE,
+    "rms_norm": norms.RMS_NORM,
+    "layer_norm": norms.LAYER_NORM,
+    "fused_add_rms_norm": add_norm.FUSED_ADD_RMS_NORM,
     "activation": kernels.ACTIVATION,
+    "cross_entropy": losses.CROSS_ENTROPY,
+    "embedding": embeddings.EMBEDDING,
     "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""
@@ -140,7 +151,8 @@ def _collect(flags: Flags, build: Callable[[str], Step | Skip]) -> Plan:
         if isinstance(step, Skip):
             plan.rows.append(Row(concern, "-", "-", 0, "skipped", step.reason))
         else:
-            plan.patches += step.patches
+            found = (step.patches, plan.patches) if step.beneath else (plan.patches, step.patches)
+            plan.patches = [*found[0], *found[1]]
             plan.rows.append(Row(concern, step.target, step.how, step.count, "on", step.note))
     return plan
 

@@ -27,12 +27,33 @@ class Guard:
 
     def call(self, op: Op, args: tuple[Any, ...], stock: Callable[..., Any]) -> Any:
         """Return ``op(*args)`` by its kernels, or ``stock(*args)``."""
-        run, reason = kernels.should_run(op, *args, min_elements=self.min_elements)
+        return self.run(op, args, {}, stock, args)
+
+    def run(
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        stock: Callable[..., Any],
+        given: tuple[Any, ...],
+    ) -> Any:
+        """Return ``op(*args, **options)`` by its kernels, or ``stock(*given)``."""
+        run, reason = kernels.should_run(op, *args, min_elements=self.min_elements, **options)
         if run:
             self.ran += 1
-            return op.fused(*args)
+            return op.fused(*args, **options)
+        return self.stock(reason, stock, given)
+
+    def stock(
+        self,
+        reason: str,
+        stock: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return ``stock(*args, **kwargs)``, and count why."""
         self.fell_back[reason] += 1
-        return stock(*args)
+        return stock(*args, **(kwargs or {}))
 
     def stats(self) -> dict[str, Any]:
         """Return ``{"ran": n, "fell_back": {reason: n}}``."""

@@ -1,194 +1,291 @@
-"""The fused kernels in the modules of a model, each module looked at before it is touched."""
+"""Gated activations: which modules gate what they project, found by trying them, and the kernel."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-from collections.abc import Callable
-from dataclasses import dataclass
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels, symbols
-from opake.engine import AttributePatch, ForwardPatch, Patch
+from opake.engine import ForwardPatch
 from opake.engine.reclass import stock_class
-from opake.plan.guard import Guard
-from opake.plan.modules import foreign_forward, is_of_file, stock_method
+from opake.plan import fused
+from opake.plan.fused import Found
+from opake.plan.modules import is_of_file
 from opake.plan.step import Concern, Context, Skip, Step
 
-_GUARD = "_opake_activation"
+_SLOT = fused.slot("activation")
 
 
-def _activation(context: Context) -> Step | Skip:
-    family = context.family
-    if family.mlp is None and family.experts is None:
-        return Skip("left to HF: the family names no gated MLP")
-    able, reason = kernels.available()
-    if not able:
-        return Skip(reason)
-    guard = Guard(context.flags.min_elements)
-    patches: list[Patch] = []
-    left: dict[str, None] = {}
-    targets: dict[str, None] = {}
-    for gated in _GATED:
-        name = getattr(family, gated.field)
-        try:
-            cls = name and symbols.resolve(family.module, name)
-        except LookupError as error:
-            left[f"there is no {error}"] = None
-            continue
-        for module in context.modules(name) if name else ():
-            why = _misfit(module, cls, gated)
-            if why:
-                left[why] = None
-                continue
-            patches.append(AttributePatch(module, _GUARD, guard, create=True))
-            patches.append(ForwardPatch(module, gated.wrapper, slot=gated.method))
-            targets[f"{name}.{gated.method}{gated.where(module)}"] = None
-    note = f"left to HF: {'; '.join(left)}" if left else ""
-    if not patches:
-        return Skip(note or "left to HF: the model has no such module")
-    context.guards["activation"] = guard
-    return Step(patches, ", ".join(targets), "forward", len(patches) // 2, note)
+class _Parts(NamedTuple):
+    """Which attributes of a module play which part; gate and up are one in a packed one."""
+
+    gate: str
+    up: str
+    down: str
+    act: str | None
+    """None where SiLU is written into the code."""
 
 
-def _gated_mlp(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``down(act(gate(x)) * up(x))`` with the middle fused."""
-    if _is_stocks_turn(wrapped, instance, "forward", args, kwargs):
-        return wrapped(*args, **kwargs)
-    gate, up = instance.gate_proj(args[0]), instance.up_proj(args[0])
-
-    def stock(gate: Tensor, up: Tensor) -> Tensor:
-        product: Tensor = instance.act_fn(gate) * up
-        return product
-
-    guard: Guard = vars(instance)[_GUARD]
-    return instance.down_proj(guard.call(_op("swiglu"), (gate, up), stock))
+class _Formula(NamedTuple):
+    parts: _Parts
+    op: str
+    act_fn: tuple[type, Any] | None
+    """What the activation was when it was looked at."""
 
 
-def _expert_gate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``act(gate) * up`` of the halves of what the experts projected."""
-    if _is_stocks_turn(wrapped, instance, "_apply_gate", args, kwargs):
-        return wrapped(*args, **kwargs)
-    guard: Guard = vars(instance)[_GUARD]
-    return guard.call(_op("swiglu_packed"), args, wrapped)
+# ---- activations
 
 
-def _is_stocks_turn(wrapped: Any, instance: Any, method: str, args: Any, kwargs: Any) -> bool:
-    """Tell whether what lies below must run: a compiler, a strange call, somebody's wrapper."""
-    if torch.compiler.is_compiling() or len(args) != 1 or kwargs:
-        return True  # inductor fuses the stock code itself
-    if getattr(wrapped, "func", None) is not stock_method(instance, method):
-        reason = "another wrapper lies beneath"
-    elif not _is_plain_silu(instance.act_fn):
-        reason = "the activation has hooks, or is no SiLU any more"
-    else:
-        return False
-    vars(instance)[_GUARD].fell_back[reason] += 1
-    return True
+_ACTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "swiglu": functional.silu,
+    "geglu_exact": functional.gelu,
+    "geglu_tanh": functools.partial(functional.gelu, approximate="tanh"),
+}
 
 
-def _is_plain_silu(act_fn: Any) -> bool:
-    """Tell whether calling ``act_fn`` is SiLU and nothing else, now."""
+_OPS: dict[tuple[type, Any], str | None] = {}
+
+
+def _op_of(act_fn: Any) -> str | None:
+    """Name the operator of an activation, or None; found by trying one of each kind."""
+    kind = _kind(act_fn)
+    if kind not in _OPS:
+        upstream = ("torch.nn.modules.activation", "transformers.activations")
+        known = isinstance(act_fn, nn.Module) and kind[0].__module__ in upstream
+        _OPS[kind] = _tried(act_fn) if known else None
+    return _OPS[kind]
+
+
+def _tried(act_fn: nn.Module) -> str | None:
+    x = 3 * fused.draw(64)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            found = type(act_fn).forward(act_fn, x.clone())
+    except Exception:  # it has weights elsewhere, or wants more than one argument
+        return None
+    ops = (op for op, act in _ACTS.items() if torch.allclose(found, act(x), atol=1e-6))
+    return next(ops, None)
+
+
+def _kind(act_fn: Any) -> tuple[type, Any]:
+    fields = getattr(act_fn, "__dict__", {})
+    plain = (bool, int, float, str, type(None))
+    own = ((n, v) for n, v in fields.items() if n[0] != "_" and n not in ("training", "forward"))
+    return type(act_fn), tuple((n, v) for n, v in own if isinstance(v, plain))
+
+
+def _is_plain(act_fn: Any, formula: _Formula) -> bool:
+    """Tell whether calling ``act_fn`` is what it was and nothing else, now."""
+    if formula.act_fn is None:
+        return True
+    kind: Any = type(act_fn)
+    cls, fields = formula.act_fn
     return (
-        type(act_fn) in _silu_classes()
+        kind is cls
         and not (act_fn._forward_hooks or act_fn._forward_pre_hooks)
         and not (act_fn._backward_hooks or act_fn._backward_pre_hooks)
         and "forward" not in vars(act_fn)
+        and all(vars(act_fn).get(n) == v for n, v in fields)
         and not _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 
 @functools.cache
-def _silu_classes() -> tuple[type, ...]:
-    activations = importlib.import_module("transformers.activations")
-    found = [torch.nn.SiLU, getattr(activations, "SiLUActivation", None)]
-    return tuple(cls for cls in found if cls is not None)
-
-
-def _op(name: str) -> kernels.Op:
+def _op(name: str) -> Any:
     found = kernels.find(name)
     assert found is not None, name
     return found
 
 
+# ---- in the place of stock's
+
+
+def _split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``down(act(gate(x)) * up(x))`` with the middle fused."""
+    if torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)  # inductor fuses the stock code itself
+    site: fused.Site = vars(instance)[_SLOT]
+    parts, formula = site.formula.parts, site.formula
+    why = _strange(wrapped, instance, args, kwargs, "forward", formula)
+    if why:
+        return site.guard.stock(why, wrapped, args, kwargs)
+    modules = instance._modules
+    gate, up = modules[parts.gate](args[0]), modules[parts.up](args[0])
+
+    def stock(gate: Tensor, up: Tensor) -> Tensor:
+        act_fn = functional.silu if parts.act is None else getattr(instance, parts.act)
+        product: Tensor = act_fn(gate) * up
+        return product
+
+    return modules[parts.down](site.guard.call(_op(formula.op), (gate, up), stock))
+
+
+def _packed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``down(act(gate) * up)`` of the halves of one projection, with the middle fused."""
+    if torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)
+    site: fused.Site = vars(instance)[_SLOT]
+    parts, formula = site.formula.parts, site.formula
+    why = _strange(wrapped, instance, args, kwargs, "forward", formula)
+    if why:
+        return site.guard.stock(why, wrapped, args, kwargs)
+    gate_up = instance._modules[parts.gate](args[0])
+
+    def stock(gate_up: Tensor) -> Tensor:
+        act_fn = functional.silu if parts.act is None else getattr(instance, parts.act)
+        gate, up = gate_up.chunk(2, dim=-1)
+        product: Tensor = up * act_fn(gate)
+        return product
+
+    product = site.guard.call(_op(formula.op + "_packed"), (gate_up,), stock)
+    return instance._modules[parts.down](product)
+
+
+def _expert_gate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run ``act(gate) * up`` of the halves of what the experts projected."""
+    if torch.compiler.is_compiling():
+        return wrapped(*args, **kwargs)
+    site: fused.Site = vars(instance)[_SLOT]
+    why = _strange(wrapped, instance, args, kwargs, "_apply_gate", site.formula)
+    if why:
+        return site.guard.stock(why, wrapped, args, kwargs)
+    return site.guard.call(_op(site.formula.op + "_packed"), args, wrapped)
+
+
+def _strange(
+    wrapped: Any, instance: Any, args: Any, kwargs: Any, method: str, formula: _Formula
+) -> str:
+    why = fused.strange(wrapped, instance, args, kwargs, method)
+    name = formula.parts.act
+    if why or name is None or _is_plain(getattr(instance, name), formula):
+        return why
+    return "the activation has hooks, or is another one now"
+
+
 # ---- which modules fit
 
 
-@dataclass(frozen=True)
-class _Gated:
-    """A kind of module with a gated activation."""
-
-    field: str
-    """Of a family: what names the class."""
-    method: str
-    wrapper: Any
-    formula: Callable[[Any], bool]
-    """Tell whether the method computes what the wrapper does."""
-    where: Callable[[Any], str] = lambda module: ""
-    """Say when the method is not always called."""
+def _activation(context: Context) -> Step | Skip:
+    declared = _declared(context)
+    if isinstance(declared, Skip):
+        return declared
+    examine = functools.partial(_examine, declared)
+    return fused.build(context, "activation", examine, "the model has no gated MLP")
 
 
-def _misfit(module: Any, cls: type, gated: _Gated) -> str:
-    """Say why the kernel does not go into this module, or nothing."""
-    if stock_class(module) is not cls:
-        return f"{stock_class(module).__name__} is not {cls.__name__} itself"
-    if gated.method == "forward" and foreign_forward(module) is not None:
-        return f"an instance forward from {foreign_forward(module)}"
-    function = getattr(cls, gated.method, None)
-    if not (function and is_of_file(function, cls)) or not gated.formula(function):
-        return f"{cls.__name__}.{gated.method} is another formula"
-    act_fn = type(getattr(module, "act_fn", None))
-    return "" if act_fn in _silu_classes() else f"no kernel for {act_fn.__name__}"
+def _declared(context: Context) -> tuple[type, ...] | Skip:
+    """Return the classes that the family says are gated."""
+    family, found = context.family, []
+    for name in filter(None, (family.mlp, family.experts)):
+        try:
+            found.append(symbols.resolve(family.module, name))
+        except LookupError as error:
+            return Skip(f"left to HF: there is no {error}")
+    return tuple(found)
+
+
+def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | None:
+    cls: Any = stock_class(module)
+    if cls.__module__.startswith("torch."):
+        return None
+    named = isinstance(module, declared)
+    if named and getattr(cls, "_apply_gate", None):
+        return _examine_experts(module, cls)
+    act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), None)
+    projections = tuple(n for n in module._modules if n != act)
+    if not (named or 2 <= len(projections) <= 3):
+        return None
+    parts = _mlp_parts(cls, cls.forward, projections, act, fused.plain(module))
+    if parts is None or not is_of_file(cls.forward, cls):
+        said = named or cls.__name__.endswith("MLP")
+        return f"{cls.__name__}.forward is another formula" if said else None
+    why = fused.unlike_file(module)
+    if why:
+        return why
+    kind = None if act is None else _kind(getattr(module, act))
+    op = "swiglu" if act is None else _op_of(getattr(module, act))
+    if op is None:
+        return f"no kernel for {kind[0].__name__}"  # type: ignore[index]
+    wrapper = _packed if parts.gate == parts.up else _split
+    target = f"{cls.__name__}.forward"
+    return Found(_Formula(parts, op, kind), [ForwardPatch(module, wrapper)], target)
+
+
+def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
+    function = cls._apply_gate
+    if not is_of_file(function, cls) or not _is_expert_gate(function, fused.plain(module)):
+        return f"{cls.__name__}._apply_gate is another formula"
+    kind = _kind(getattr(module, "act_fn", None))
+    op = _op_of(getattr(module, "act_fn", None))
+    if op is None:
+        return f"no kernel for {kind[0].__name__}"
+    used = getattr(module.config, "_experts_implementation", None)
+    where = " (eager ones gate by themselves)" if used == "eager" else ""
+    formula = _Formula(_Parts("", "", "", "act_fn"), op, kind)
+    patch = ForwardPatch(module, _expert_gate, slot="_apply_gate")
+    return Found(formula, [patch], f"{cls.__name__}._apply_gate{where}")
 
 
 @functools.cache
-def _is_gated_mlp(forward: Any) -> bool:
-    def expected(x: Tensor) -> Tensor:
-        return functional.silu(x + 1) * (2 * x) - 3
+def _mlp_parts(
+    cls: Any, forward: Any, projections: tuple[str, ...], act: str | None, plain: Any
+) -> _Parts | None:
+    """Find out which projection is which, by the results."""
+    if len(inspect.signature(forward).parameters) != 2:
+        return None
+    for parts in _castings(projections, act):
+        packed = parts.gate == parts.up
 
-    parts = {
-        "gate_proj": lambda x: x + 1,
-        "up_proj": lambda x: 2 * x,
-        "down_proj": lambda x: x - 3,
-        "act_fn": functional.silu,
-    }
-    return _computes(forward, parts, expected)
+        def expected(x: Tensor, packed: bool = packed) -> Tensor:
+            gate, up = (x + 1).chunk(2, -1) if packed else (x + 1, 2 * x)
+            return functional.silu(gate) * up - 3
+
+        # A projection that is called by another name, or one too many, raises.
+        roles: dict[str, Any] = {parts.gate: lambda x: x + 1, parts.down: lambda x: x - 3}
+        if not packed:
+            roles[parts.up] = lambda x: 2 * x
+        if act is not None:
+            roles[act] = functional.silu
+        if _computes(forward, {**dict(plain), **roles}, expected):
+            return parts
+    return None
+
+
+def _castings(projections: tuple[str, ...], act: str | None) -> Iterator[_Parts]:
+    if len(projections) == 2:
+        for gate_up, down in itertools.permutations(projections):
+            yield _Parts(gate_up, gate_up, down, act)
+    if len(projections) == 3:
+        for gate, up, down in itertools.permutations(projections):
+            yield _Parts(gate, up, down, act)
 
 
 @functools.cache
-def _is_expert_gate(apply_gate: Any) -> bool:
+def _is_expert_gate(apply_gate: Any, plain: Any) -> bool:
     def expected(x: Tensor) -> Tensor:
         return functional.silu(x[:, :3]) * x[:, 3:]
 
-    return _computes(apply_gate, {"act_fn": functional.silu}, expected)
+    return _computes(apply_gate, {**dict(plain), "act_fn": functional.silu}, expected)
 
 
-def _computes(
-    method: Any, parts: dict[str, Callable[[Tensor], Tensor]], expected: Callable[[Tensor], Tensor]
-) -> bool:
+def _computes(method: Any, parts: dict[str, Any], expected: Callable[[Tensor], Tensor]) -> bool:
     """Run a method on an object that has these parts and nothing else."""
-    x = torch.linspace(-2, 2, 12, device="cpu").view(2, 6)
+    x = 40 * fused.draw(8, 6)  # large enough for what clamps to show
     try:
-        found = method(SimpleNamespace(**parts), x)
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            found = method(SimpleNamespace(**parts), x)
     except Exception:  # it wants more than the parts, whatever that is
         return False
     return isinstance(found, Tensor) and torch.equal(found, expected(x))
 
-
-def _where_experts_gate(module: Any) -> str:
-    used = getattr(module.config, "_experts_implementation", None)
-    return " (eager ones gate by themselves)" if used == "eager" else ""
-
-
-_GATED = (
-    _Gated("mlp", "forward", _gated_mlp, _is_gated_mlp),
-    _Gated("experts", "_apply_gate", _expert_gate, _is_expert_gate, _where_experts_gate),
-)
 
 ACTIVATION = Concern(_activation)

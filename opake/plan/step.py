@@ -47,6 +47,8 @@ class Step:
     how: str
     count: int
     note: str = ""
+    beneath: bool = False
+    """True where the patches have to lie beneath those of the other concerns."""
 
 
 @dataclass(frozen=True)
