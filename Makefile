@@ -57,7 +57,8 @@ test: $(VENV)/.test
 
 # All that touches transformers, on the oldest supported one.
 NOT_OLDEST := demo notebooks readme functional functional_clipping functional_storage testing \
-	kernels kernels_bad_input kernels_compiling kernels_corners kernels_guard kernels_launching kernels_transforms
+	kernels kernels_bad_input kernels_compiling kernels_corners kernels_guard kernels_launching kernels_transforms \
+	linear_cross_entropy lora_kernels moe_kernel
 OLDEST := tests property_tests $(NOT_OLDEST:%=--ignore tests/test_%.py) \
 	--ignore property_tests/test_functional_properties.py \
 	--ignore property_tests/test_kernel_properties.py

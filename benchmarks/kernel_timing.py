@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from kernel_calls import Passes, difference
 
-CALLS = 10  # in one graph, so that replaying it costs little beside it
+CALLS = 10  # in one graph at most, so that replaying it costs little beside it
+GRAPH_MS = 20  # of a graph, if that is more than one call
 SECONDS = 0.15  # for each number, if at least 5 calls or replays take no more
 
 
@@ -55,8 +56,16 @@ class Bench:
         """Median time of one call in a replayed graph."""
         if not self.cuda:
             return self.host_ms(call)[0]
-        graph, _ = captured(call, CALLS)
-        return self._event_ms(graph.replay) / CALLS
+        calls = max(1, min(CALLS, int(GRAPH_MS / self._once_ms(call))))
+        graph, _ = captured(call, calls)
+        return self._event_ms(graph.replay) / calls
+
+    def _once_ms(self, call: Callable[[], Any]) -> float:
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return (time.perf_counter() - start) * 1e3
 
     def queued_ms(self, call: Callable[[], Any]) -> float:
         """Median time of one call between two events; for what no graph can capture."""

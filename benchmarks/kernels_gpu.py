@@ -64,7 +64,6 @@ from opake.kernels import Op
 PARTS = ("checks", "large", "times", "host", "crossover")
 INSIDE = ("eager", "compile", "torch", "opake")
 TIMED = (*INSIDE, "liger", "cce", "opake-patches")
-PEER_SECONDS = 300
 
 # ---- times
 
@@ -189,12 +188,12 @@ def beside(
             command += ["--smoke"] * options.smoke
             target = str((Path(options.peers) / peer).resolve())
             with timed(peer):
-                _spawned(command, target, folder)
+                _spawned(command, target, folder, options.peer_seconds)
             found = json.loads(Path(out).read_text()) if Path(out).exists() else {}
             yield {k: found.get(k, []) for k in ("times", "host_tiny")}
 
 
-def _spawned(command: list[str], target: str, folder: str) -> None:
+def _spawned(command: list[str], target: str, folder: str, seconds: float) -> None:
     """Run a peer where its install target is, and this opake is not."""
     # One that has an __init__ hides one that has none, wherever they stand on the path.
     others = [
@@ -204,13 +203,11 @@ def _spawned(command: list[str], target: str, folder: str) -> None:
     ]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([target, *others]))
     try:
-        ended = subprocess.run(
-            command, env=environment, cwd=folder, check=False, timeout=PEER_SECONDS
-        )
+        ended = subprocess.run(command, env=environment, cwd=folder, check=False, timeout=seconds)
         if ended.returncode:
             print(f"-- it ended with {ended.returncode}; what it wrote until then is kept")
     except subprocess.TimeoutExpired:
-        print(f"-- it took more than {PEER_SECONDS} s; what it wrote until then is kept")
+        print(f"-- it took more than {seconds:.0f} s; what it wrote until then is kept")
 
 
 # ---- the run
@@ -235,6 +232,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", action="append", help="an operator; may be repeated")
     parser.add_argument("--variants", default=",".join(TIMED), help="what is timed, by commas")
     parser.add_argument("--peers", help="the folder of peers' install targets")
+    parser.add_argument("--peer-seconds", type=float, default=300, help="for each peer")
     parser.add_argument("--examples", type=int, default=25, help="draws per dtype")
     parser.add_argument("--profile", action="store_true", help="write profiles beside the output")
     parser.add_argument("--sweep", action="store_true", help="the same as --parts sweep")
