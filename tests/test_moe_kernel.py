@@ -222,12 +222,12 @@ def test_frozen_experts_skip_their_gradient() -> None:
             out.sum().backward()
         names = [name for name, _ in found]
         assert names.count("moe_weight_kernel") == (1 in wanted) + (2 in wanted)
-        assert names.count("moe_rows_kernel") == (0 in wanted)
-        (activations,) = (places for name, places in found if name == "moe_grad_kernel")
-        dpairs, h, partial = activations[6:]
+        assert names.count("moe_rows_kernel") == 1 + (0 in wanted)
+        (places,) = (places for name, places in found if name == "moe_pull_back_kernel")
+        dpairs, h, dscale = places[5:]
         assert bool(dpairs) == bool({0, 1} & set(wanted))
         assert bool(h) == (2 in wanted)
-        assert bool(partial) == (4 in wanted)
+        assert bool(dscale) == (4 in wanted)
 
 
 @interpreted
@@ -254,17 +254,16 @@ def test_shared_experts_are_read_where_they_lie() -> None:
 
     with watched() as found:
         grads = vmap(grad(loss, (0, 1)), (None, None, 0, 0))(gate_up, down, xs, ids)
-    read = {name: places for name, places in found if name in READ}
-    assert read["moe_up_kernel"][1] == gate_up.data_ptr()
-    assert read["moe_rows_kernel"][1] == down.data_ptr()
-    assert read["moe_grad_kernel"][1] == down.data_ptr()
+    read = [(name, places[1]) for name, places in found if name in READ]
+    rows = ("moe_rows_kernel", down.data_ptr())  # in the forward pass, and in the backward pass
+    assert read == [("moe_up_kernel", gate_up.data_ptr()), rows, rows]
     for k in range(4):
         one = grad(loss, (0, 1))(gate_up, down, xs[k], ids[k])
         for g, expected in zip(grads, one, strict=True):
             torch.testing.assert_close(g[k], expected, rtol=1e-4, atol=1e-4)  # of sums up to 400
 
 
-READ = ("moe_up_kernel", "moe_rows_kernel", "moe_grad_kernel")
+READ = ("moe_up_kernel", "moe_rows_kernel")
 
 
 @interpreted

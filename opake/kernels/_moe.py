@@ -11,15 +11,15 @@ from opake.kernels._autograd import Gradients
 from opake.kernels._guard import architecture
 from opake.kernels._layout import grouped
 from opake.kernels._moe_kernels import (
-    moe_grad_kernel,
+    moe_pull_back_kernel,
     moe_rows_kernel,
     moe_up_kernel,
     moe_weight_kernel,
 )
 from opake.kernels._moe_routing import TOGETHER, Routing, combine, route
-from opake.kernels._triton import INTERPRETED, Launch, power_of_two
+from opake.kernels._triton import INTERPRETED, Launch, Tile, power_of_two
 
-__all__ = ["GRAD", "ROWS", "UP", "WEIGHT", "Options", "backward", "forward"]
+__all__ = ["PULL_BACK", "ROWS", "UP", "WEIGHT", "Options", "backward", "forward"]
 
 
 class Options(NamedTuple):
@@ -69,12 +69,18 @@ def _blocks(hopper: Block, any_: Block = _ANY) -> dict[str, Block]:
 
 UP = Launch(moe_up_kernel, _blocks(_HOPPER), _half(128, 128, 256))
 ROWS = Launch(moe_rows_kernel, _blocks(_HOPPER), _half(128, 128, 256))
-GRAD = Launch(moe_grad_kernel, _blocks(Block(128, 128, 64, 8, 4)), _half(128, 128))
+PULL_BACK = Launch(
+    moe_pull_back_kernel,
+    {"": Tile(2048, 4)},
+    [Tile(elements, warps) for elements in (1024, 2048, 4096) for warps in (4, 8)],
+)
 WEIGHT = Launch(
     moe_weight_kernel,
     _blocks(_HOPPER._replace(stages=3)),
     [*_half(128, 128, 256), *_half(256, 128)],
 )
+
+_COLS = 512  # of gates at a time, each with its up beside it
 
 _SINGLE = Block(64, 64, 16, 8, 2)  # fp32 is multiplied in full, by no tensor core
 _TINY = Block(16, 32, 16, 1, 1)
@@ -209,20 +215,22 @@ def backward(
     found: list[Any] = [None] * 5
     if dout.dtype != call.x.dtype:
         dout = dout.to(call.x.dtype)
-    grad, rows = call.blocks(GRAD, ROWS)
-    routing = call.route(grad.height)
-    dpairs, h, found[4] = _activations(
-        call, routing, options, wanted, dout, saved[0].contiguous(), grad
-    )
-    if wanted[4]:
-        found[4] = found[4].to(scale.dtype).view(scale.shape)
+    (rows,) = call.blocks(ROWS)
+    routing = call.route(rows.height)
+    dout = _sorted(dout, call, routing)
+    dh = dout.new_empty((call.ids.numel(), call.inner))
+    _rows(call, routing, dout, call.down, dh, rows, transposed=False)
+    dpairs, h, dscale = _pull_back(call, routing, options, wanted, dh, saved[0].contiguous())
+    del dh
+    if dscale is not None:
+        found[4] = dscale.to(scale.dtype).view(scale.shape)
     if wanted[2]:
         found[2] = torch.empty(down.shape, dtype=down.dtype, device=down.device)
-        _weight(call, routing, _sorted(dout, call, routing), h, found[2], pairs=False)
-    del h
+        _weight(call, routing, dout, h, found[2], pairs=False)
+    del h, dout
     if wanted[0]:
-        dx = dout.new_empty((call.ids.numel(), call.hidden))
-        _rows(call, routing, dpairs, call.gate_up, dx, rows, transposed=False)
+        dx = call.x.new_empty((call.ids.numel(), call.hidden))
+        _rows(call, routing, dpairs, call.gate_up, dx, rows, transposed=False, pairs=True)
         found[0] = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         combine(dx, call.ids, found[0], call.experts, marked=False)
         del dx
@@ -243,32 +251,25 @@ def _grid(routing: Routing, cols: int, block: Block) -> tuple[int, int, int]:
     return routing.tiles.shape[0] * -(-cols // block.width), 1, 1
 
 
-def _activations(
-    call: _Call,
-    routing: Routing,
-    options: Options,
-    wanted: Any,
-    dout: Tensor,
-    pairs: Tensor,
-    block: Block,
+def _pull_back(
+    call: _Call, routing: Routing, options: Options, wanted: Any, dh: Tensor, pairs: Tensor
 ) -> tuple[Any, Any, Any]:
     """The gradients of gate and up, and the weighted activations, by row; those of the weights."""
-    slots, inner, weight = call.ids.numel(), call.inner, call.down
-    dpairs = dout.new_empty((slots, 2 * inner)) if wanted[0] or wanted[1] else None
-    h = dout.new_empty((slots, inner)) if wanted[2] else None
-    partial = None
-    if wanted[4]:  # slots without an expert keep their zeros
-        shape = (slots, -(-inner // block.width))
-        partial = torch.zeros(shape, dtype=torch.float32, device=dout.device)
-    integers = (call.top_k, call.examples, call.hidden, inner, dout.stride(0))
-    GRAD(
-        _grid(routing, inner, block),
-        (dout, weight.tensor, routing.order, routing.tiles, pairs, call.scale, dpairs, h, partial),
-        (*integers, weight.example, weight.expert, weight.row),
-        (options.activation, INTERPRETED, not call.hidden % block.depth, TOGETHER, *_sizes(block)),
-        block.warps,
+    slots, inner = dh.shape
+    dpairs = dh.new_empty((slots, 2 * inner)) if wanted[0] or wanted[1] else None
+    h = dh.new_empty((slots, inner)) if wanted[2] else None
+    dscale = dh.new_empty((slots,), dtype=torch.float32) if wanted[4] else None
+    tile = PULL_BACK.tile(dh.device, slots * inner)
+    cols = min(_COLS, power_of_two(inner))
+    height = max(1, min(tile.elements // cols, power_of_two(slots)))
+    PULL_BACK(
+        (-(-slots // height), 1, 1),
+        (dh, pairs, routing.order, routing.starts, call.scale, dpairs, h, dscale),
+        (slots, len(routing.starts) - 1, inner),
+        (options.activation, height, cols),
+        max(1, min(tile.warps, height * cols // 256)),
     )
-    return dpairs, h, None if partial is None else partial.sum(1)
+    return dpairs, h, dscale
 
 
 def _rows(
@@ -280,6 +281,7 @@ def _rows(
     block: Block,
     *,
     transposed: bool,
+    pairs: bool = False,
 ) -> None:
     """Multiply rows by their expert's weight, or its transpose, and put them into their slots."""
     inner, cols = a.shape[1], out.shape[1]
@@ -288,7 +290,7 @@ def _rows(
         _grid(routing, cols, block),
         (a, weight.tensor, routing.order, routing.tiles, out),
         (call.examples, inner, cols, call.inner, weight.example, weight.expert, *strides),
-        (not transposed, INTERPRETED, not inner % block.depth, TOGETHER, *_sizes(block)),
+        (pairs, INTERPRETED, not inner % block.depth, TOGETHER, *_sizes(block)),
         block.warps,
     )
 

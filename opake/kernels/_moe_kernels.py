@@ -10,7 +10,7 @@ from __future__ import annotations
 from opake.kernels._moe_activations import activation_of
 from opake.kernels._triton import jit, tl
 
-__all__ = ["moe_grad_kernel", "moe_rows_kernel", "moe_up_kernel", "moe_weight_kernel"]
+__all__ = ["moe_pull_back_kernel", "moe_rows_kernel", "moe_up_kernel", "moe_weight_kernel"]
 
 
 @jit
@@ -221,69 +221,51 @@ def _pull_back(  # type: ignore[no-untyped-def]
 
 
 @jit
-def moe_grad_kernel(  # type: ignore[no-untyped-def]
-    dout_ptr,
-    weight_ptr,
-    order_ptr,
-    tiles_ptr,
+def moe_pull_back_kernel(  # type: ignore[no-untyped-def]
+    dh_ptr,
     pairs_ptr,
+    order_ptr,
+    starts_ptr,
     scale_ptr,
     dpairs_ptr,
     h_ptr,
-    partial_ptr,
-    top_k,
-    examples,
-    inner,
+    dscale_ptr,
+    slots,
+    groups,
     half,
-    dout_row,
-    weight_example,
-    weight_expert,
-    weight_inner,
     activation: tl.constexpr,
-    wide: tl.constexpr,
-    even: tl.constexpr,
-    together: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
-    depth: tl.constexpr,
-    stages: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_cols: tl.constexpr,
 ):
-    """Pull ``dout`` back to gate and up, ``dpairs[row]``.
+    """Pull ``dh[slot]`` back to gate and up, ``dpairs[row]``, and to the slot's weight.
 
-    The slot's weight also goes into ``h[row]``, for the gradient of ``down``; the weight's own
-    gradient is the sum of ``partial[slot]``.
+    The weight also goes into ``h[row]``, for the gradient of ``down``. Rows that have no expert
+    are left out; their weights' gradients are zero.
     """
-    group, row, exists, first = _tile(tiles_ptr, half, together, height, width)
-    if tl.max(exists.to(tl.int32), 0) == 0:
-        return
-    slot = tl.load(order_ptr + row, mask=exists, other=0)
-    col = first + tl.arange(0, width)
-    near = col % half
-    k = tl.arange(0, depth)
-    dout_ptr += (slot // top_k)[:, None] * dout_row + k[None, :]
-    weight_ptr += group % examples * weight_example + group // examples * weight_expert
-    weight_ptr += k.to(tl.int64)[:, None] * weight_inner + near[None, :]
-    step = tl.cast(weight_inner, tl.int64) * depth
-    dh = _product(dout_ptr, weight_ptr, step, inner, wide, even, height, width, depth, stages)
+    row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
+    slot = tl.load(order_ptr + row, mask=row < slots, other=0)
+    exists = row < tl.load(starts_ptr + groups)
     scale = tl.load(scale_ptr + slot, mask=exists, other=0.0).to(tl.float32)[:, None]
-    if partial_ptr is not None:
-        partial_ptr += slot * tl.cdiv(half, width) + first // width
-    dh = dh.to(pairs_ptr.dtype.element_ty).to(tl.float32)  # as in eager
-    # Quarter by quarter, for which there are registers enough.
-    left, right = _halves(dh)
-    sums = tl.zeros((height,), tl.float32)
-    for part in tl.static_range(2):
-        one, other = _halves(right if part else left)
+    sums = tl.zeros((block_rows,), tl.float32)
+    for first in range(0, half, block_cols):
+        col = first + tl.arange(0, block_cols)
+        mask = exists[:, None] & (col < half)[None, :]
+        dh = tl.load(dh_ptr + slot[:, None] * half + col[None, :], mask=mask, other=0.0)
         sums += _pull_back(
-            one, scale, pairs_ptr, dpairs_ptr, h_ptr, slot, row, exists, first, half, activation
+            dh.to(tl.float32),
+            scale,
+            pairs_ptr,
+            dpairs_ptr,
+            h_ptr,
+            slot,
+            row,
+            exists,
+            first,
+            half,
+            activation,
         )
-        first += width // 4
-        sums += _pull_back(
-            other, scale, pairs_ptr, dpairs_ptr, h_ptr, slot, row, exists, first, half, activation
-        )
-        first += width // 4
-    if partial_ptr is not None:
-        tl.store(partial_ptr, sums, mask=exists)
+    if dscale_ptr is not None:
+        tl.store(dscale_ptr + slot, sums, mask=row < slots)
 
 
 @jit

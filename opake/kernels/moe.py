@@ -14,7 +14,7 @@ from opake.kernels._arguments import require_tensors
 from opake.kernels._autograd import fused_function
 from opake.kernels._bounds import check_indices
 from opake.kernels._examples import Call, Draw, Shape
-from opake.kernels._moe import GRAD, ROWS, UP, WEIGHT, Options, backward, forward
+from opake.kernels._moe import PULL_BACK, ROWS, UP, WEIGHT, Options, backward, forward
 from opake.kernels._moe_activations import ACTIVATIONS
 from opake.kernels._moe_routing import COMBINE, KEYS, STARTS, TILES
 from opake.kernels._op import Op, register
@@ -298,6 +298,6 @@ MOE = register(
             _shape(64, 8, 2048, 1024, 16),
             _shape(4, 2, 40, 24, 72),
         ),
-        launches=(KEYS, STARTS, TILES, UP, ROWS, GRAD, WEIGHT, COMBINE),
+        launches=(KEYS, STARTS, TILES, UP, ROWS, PULL_BACK, WEIGHT, COMBINE),
     )
 )
