@@ -108,7 +108,7 @@ def _gated_functions(**functions: Callable[..., Any]) -> Functions:
 
 def liger_functions() -> Functions:
     """The functional interface of liger-kernel."""
-    from liger_kernel.ops import LigerEmbeddingFunction
+    from liger_kernel.ops import LigerEmbeddingFunction, LigerFusedMoEFunction
     from liger_kernel.transformers import functional as liger
 
     def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> Any:
@@ -120,6 +120,7 @@ def liger_functions() -> Functions:
     gated = _gated_functions(swiglu=liger.liger_swiglu, geglu_tanh=liger.liger_geglu)
     losses = _liger_losses(liger, LigerEmbeddingFunction)
     linear = {"linear_cross_entropy": [_liger_linear_cross_entropy(liger)]}
+    linear["moe"] = [_liger_moe(LigerFusedMoEFunction)]
     return gated | _liger_norms(liger) | losses | linear | {"rope": [rope]}
 
 
@@ -133,6 +134,16 @@ def _liger_linear_cross_entropy(liger: Any) -> Callable[..., Any]:
     return linear_cross_entropy
 
 
+def _liger_moe(function: Any) -> Callable[..., Any]:
+    def moe(
+        x: Tensor, gate_up: Tensor, down: Tensor, ids: Tensor, w: Tensor, **options: Any
+    ) -> Any:
+        _plain(**{k: v for k, v in options.items() if v != "silu"})
+        return function.apply(x, gate_up, down, ids, w)
+
+    return moe
+
+
 def cce_functions() -> Functions:
     """cut-cross-entropy."""
     from cut_cross_entropy import linear_cross_entropy as cce
@@ -140,8 +151,8 @@ def cce_functions() -> Functions:
     def linear_cross_entropy(
         hidden: Tensor, weight: Tensor, labels: Tensor, bias: Any = None, **options: Any
     ) -> Tensor:
-        _plain(**options)
-        return cce(hidden, weight, labels, bias=bias)
+        _plain(bias=bias, **options)
+        return cce(hidden, weight, labels)
 
     return {"linear_cross_entropy": [linear_cross_entropy]}
 

@@ -87,25 +87,16 @@ def _reference(options: Options, *tensors: Any) -> Tensor:
 # ---- both passes
 
 
-FUSED = True
-"""Whether the kernels add short products themselves, where cuBLAS might compute them first
-and add the large ones to them: an H200 takes 0.3 ms less, of 9, for 8192 tokens of 14336."""
-
-
-def _within(x: Tensor, layers: list[Adapted]) -> bool:
+def _within(layers: list[Adapted]) -> bool:
     """Whether the kernels add the adapters of gate and up, each time anew."""
-    ranks = [last - first for first, last in lora.dims_of(layers)]
-    if max(ranks) > LONGEST:
-        return False
-    same = all(a.dtype == x.dtype for layer in layers for a in layer.A)
-    return FUSED or not same or (x.device.type == "cpu" and max(ranks) <= 16)
+    return max(last - first for first, last in lora.dims_of(layers)) <= LONGEST
 
 
 def _added(
-    batch: int, x: Tensor, layers: list[Adapted], left: Tensor
+    batch: int, layers: list[Adapted], left: Tensor
 ) -> tuple[LowRank | None, LowRank | None]:
     """What is to be added to gate and up."""
-    if not _within(x, layers):
+    if not _within(layers):
         return None, None
     gate, up = (
         LowRank(left[..., first:last], upper(batch, layer)) if last > first else None
@@ -118,8 +109,8 @@ def _added(
 def _fwd(batch: int, options: Options, *tensors: Any) -> tuple[Tensor, ...]:
     x, (*both, down) = lora.unflat(options, tensors)
     rows = by_rows(x, batch)
-    (gate, up), left = project(batch, rows, both, low_rank=not _within(x, both))
-    hidden = gated(options.activation, gate, up, _added(batch, x, both, left))
+    (gate, up), left = project(batch, rows, both, low_rank=not _within(both))
+    hidden = gated(options.activation, gate, up, _added(batch, both, left))
     (out,), last = project(batch, hidden, [down])
     return tuple([y.view(*x.shape[:-1], y.shape[-1]) for y in (out, gate, up, left, last)])
 
@@ -132,13 +123,13 @@ def _bwd(
     want_x, (*wants, want) = lora.unflat(options, wanted)
     gate, up, left, last = (by_rows(y, batch) for y in saved)
     grad = by_rows(grads[0], batch)
-    plus = _added(batch, x, both, left)
+    plus = _added(batch, both, left)
     inner = want_x or any(y for this in wants for y in (*this[:2], *this.A, *this.B))
     pulled = raised(batch, [grad], [down], last) if inner or any(want.A) else None
     more, first = None, False
     if pulled is not None and pulled.shape[-1]:
         long = pulled.shape[-1] > LONGEST
-        first = (long or not FUSED) and ahead(pulled, grad.dtype)
+        first = long and ahead(pulled, grad.dtype)
         if not long:
             more = LowRank(pulled, None if first else stacked(batch, [down]))
     # The kernel that has all of it at hand adds up A's gradient, or one pass more is needed.
