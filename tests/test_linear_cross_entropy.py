@@ -116,6 +116,31 @@ def test_without_kernels(options: dict[str, Any], tile: int | None) -> None:
             torch.testing.assert_close(a[k], b.float(), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("tile", [None, 8])
+def test_fp64_is_computed_in_fp64(tile: int | None) -> None:
+    hidden, weight, labels = inputs(dtype=torch.float64)
+    options: dict[str, Any] = {
+        "class_weight": torch.linspace(0.1, 2, CLASSES, dtype=torch.float64),
+        "label_smoothing": 0.1,
+    }
+
+    def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+        if tile is None:
+            return linear_cross_entropy(hidden, weight, labels, memory_budget=1, **options)
+        return tiled_linear_cross_entropy(hidden, weight, labels, tile=tile, **options)
+
+    def stock(hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.cross_entropy(hidden @ weight.T, labels, options["class_weight"], **smooth)
+
+    smooth = {"label_smoothing": options["label_smoothing"]}
+    expected = gradients(stock, hidden, weight)
+    with torch.autocast("cpu", torch.bfloat16):  # which does not cast it either
+        cast = gradients(ours, hidden, weight)
+    for found in (gradients(ours, hidden, weight), cast):
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, atol=1e-13, rtol=1e-12)
+
+
 # ---- memory
 
 
@@ -193,6 +218,27 @@ def test_gradients_that_were_given_away_stay_as_they_are() -> None:
                     torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     finally:
         chunks._WIDE = stock
+
+
+@pytest.mark.parametrize(("pieces", "factor"), [(1, 1.05), (chunks._FEW, 2.3), (16, 1.05)])
+def test_the_gradient_of_a_large_head_in_bf16(pieces: int, factor: float) -> None:
+    """Its error is eager's, but where a few chunks' sums are rounded one by one."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1024, 16, generator=generator).bfloat16()
+    weight = (torch.randn(CLASSES, 16, generator=generator) / 4).bfloat16()
+    labels = torch.randint(CLASSES, (1024,), generator=generator)
+    budget = 2 * CLASSES * 1024 // pieces
+    stock, chunks._WIDE = chunks._WIDE, 0  # every head is large
+    try:
+        ours = gradients(
+            lambda w: linear_cross_entropy(hidden, w, labels, memory_budget=budget), weight
+        )[1]
+    finally:
+        chunks._WIDE = stock
+    eager = gradients(lambda w: OP.reference(hidden, w, labels), weight)[1]
+    truth = gradients(lambda w: F.cross_entropy(hidden.double() @ w.T, labels), weight.double())[1]
+    assert ours.dtype == torch.bfloat16
+    assert (ours - truth).norm() <= factor * (eager - truth).norm()
 
 
 @interpreted

@@ -13,6 +13,7 @@ from opake.kernels._triton import find_group, jit, tl
 
 __all__ = [
     "Options",
+    "count",
     "cross_entropy_bwd_kernel",
     "cross_entropy_fwd_kernel",
     "cross_entropy_reduce_kernel",
@@ -47,6 +48,23 @@ def flags(options: Options) -> tuple[bool, bool, bool, bool]:
     names = ("logit_scale", "softcap", "label_smoothing", "z_loss")
     a, b, c, d = (getattr(options, name) != getattr(defaults, name) for name in names)
     return a, b, c, d
+
+
+def count(
+    labels: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    classes: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """How many labels there are, by weight in ``dtype``: what a mean divides by."""
+    valid = labels != ignore_index
+    if class_weight is None:
+        return valid.sum()
+    used = valid & (labels >= 0) & (labels < classes)
+    each = class_weight.to(dtype).expand(*labels.shape, -1)
+    chosen = each.gather(-1, labels.masked_fill(~used, 0).long().unsqueeze(-1)).squeeze(-1)
+    return chosen.masked_fill(~used, 0.0).sum()
 
 
 def validate(

@@ -32,6 +32,9 @@ __all__ = [
 
 _WIDE = 128 << 20
 """Bytes up to which sums over chunks, and what is yet to be multiplied, are kept in fp32."""
+_FEW = 8
+"""Chunks whose sums may be rounded one by one, if fp32 took more. The error of n roundings of a
+growing sum is that of one times about sqrt((n + 1) / 2)."""
 
 
 class Formed:
@@ -229,16 +232,16 @@ class _Sums:
         self.tokens = tokens
         x, classes = tokens.x, tokens.classes
         groups, _, width = x.shape
-        several = len({c[1].start for c in tokens.chunks()}) > 1
+        chunks = len({c[1].start for c in tokens.chunks()})
         self.hidden = self._room(x.shape, wide) if wanted[0] else None
         shape = (groups, classes, width)
-        self.weight = self._room(shape, wide or several) if wanted[1] else None
+        self.weight = self._room(shape, wide or chunks > 1, chunks > _FEW) if wanted[1] else None
         dtype = torch.promote_types(x.dtype, torch.float32)
         self.bias = x.new_zeros((groups, classes), dtype=dtype) if wanted[2] else None
 
-    def _room(self, shape: Sequence[int], wide: bool) -> Tensor:
+    def _room(self, shape: Sequence[int], wide: bool, always: bool = False) -> Tensor:
         x = self.tokens.x
-        if wide and 4 * torch.Size(shape).numel() <= _WIDE:
+        if always or (wide and 4 * torch.Size(shape).numel() <= _WIDE):
             return x.new_empty(shape, dtype=torch.promote_types(x.dtype, torch.float32))
         return x.new_empty(shape)
 

@@ -147,7 +147,7 @@ def _labels(tokens: Tokens, rows: slice) -> tuple[Tensor, Tensor]:
 
 def _class_weight(tokens: Tokens, cols: slice) -> Tensor | None:
     weight = tokens.class_weight
-    return None if weight is None else weight[:, None, cols].float()
+    return None if weight is None else weight[:, None, cols].to(tokens.share.dtype)
 
 
 def _shares(tokens: Tokens, rows: slice) -> tuple[Tensor, float, Tensor | float]:
@@ -158,6 +158,6 @@ def _shares(tokens: Tokens, rows: slice) -> tuple[Tensor, float, Tensor | float]
     if weight is None:
         hard = torch.full_like(tokens.share[:, rows], 1 - options.label_smoothing)
         return hard, soft, float(tokens.classes)
-    weight = weight.float().expand(labels.shape[0], -1)
+    weight = weight.to(tokens.share.dtype).expand(labels.shape[0], -1)
     hard = weight.gather(-1, labels) * (1 - options.label_smoothing)
     return hard, soft, weight.sum(-1, keepdim=True)

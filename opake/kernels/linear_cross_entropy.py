@@ -17,7 +17,7 @@ from opake.kernels._arguments import number, require_tensors
 from opake.kernels._autograd import fused_function, transformed
 from opake.kernels._bounds import check_indices
 from opake.kernels._cross_entropy import Options as LossOptions
-from opake.kernels._cross_entropy import validate
+from opake.kernels._cross_entropy import count, validate
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._guard import tensors
 from opake.kernels._linear_cross_entropy import (
@@ -78,6 +78,12 @@ def _shares(
     return cross_entropy_reference(logits, labels, class_weight=class_weight, **loss) * share
 
 
+def _autocast(device: str) -> torch.dtype | None:
+    """What a linear layer computes in there under autocast; but fp64 stays what it is."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if on else None
+
+
 def _function(plain: bool) -> Any:
     return fused_function(
         "linear_cross_entropy",
@@ -108,16 +114,17 @@ def _loss(
     loss = LossOptions(**chosen, reduction="none")
     if shift:
         labels = _shifted(labels, loss.ignore_index)
-    device = hidden.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)  # what F.linear computes in
+    dtype = _autocast(hidden.device.type)
+    if dtype is not None and hidden.dtype != torch.float64:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    divisor = _divisor(labels, class_weight, loss.ignore_index, reduction, num_items, weight)
-    # A divisor that is trained divides in the end.
-    late = isinstance(divisor, Tensor) and divisor.requires_grad
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     share = torch.ones((), dtype=dtype, device=hidden.device)
+    divisor = num_items
+    if reduction == "mean" and num_items is None:
+        divisor = count(labels, class_weight, loss.ignore_index, weight.shape[-2], dtype)
+    # A divisor that is trained divides in the end.
+    late = isinstance(divisor, Tensor) and divisor.requires_grad
     if divisor is not None and not late:
         share = share / divisor
     forms = forms and torch.is_grad_enabled() and formable(hidden.dtype)
@@ -135,28 +142,6 @@ def _loss(
         return found[..., :-1] if shift else found
     found = found.sum()
     return found if divisor is None or not late else found / divisor
-
-
-def _divisor(
-    labels: Tensor,
-    class_weight: Tensor | None,
-    ignore_index: int,
-    reduction: str,
-    num_items: float | Tensor | None,
-    weight: Tensor,
-) -> float | Tensor | None:
-    """What the sum of the losses is divided by."""
-    if reduction != "mean":
-        return None
-    if num_items is not None:
-        return num_items
-    valid = labels != ignore_index
-    if class_weight is None:
-        return valid.sum()
-    used = valid & (labels >= 0) & (labels < weight.shape[-2])
-    each = class_weight.float().expand(*labels.shape, -1)
-    chosen = each.gather(-1, labels.masked_fill(~used, 0).long().unsqueeze(-1)).squeeze(-1)
-    return chosen.masked_fill(~used, 0.0).sum()
 
 
 _kernels, _chunks = _function(plain=False), _function(plain=True)
@@ -224,8 +209,8 @@ def linear_cross_entropy(
     Args:
         hidden: (..., S, H).
         weight: (V, H), of the dtype of ``hidden``, in which logits are rounded, as by a linear
-            layer. Its gradient, if it has more than 32M numbers, is added up over chunks in that
-            dtype too, else in fp32.
+            layer. Its gradient is added up over chunks in fp32, but in that dtype if it has more
+            than 32M numbers and there are few chunks: up to 8, which about double its error.
         labels: (..., S), int32 or int64.
         bias: (V,).
         shift: compare every token's logits with the next one's label.
@@ -313,8 +298,7 @@ def _check(
         if bias.shape != weight.shape[:1]:
             raise InvalidArgument(f"bias is ({weight.shape[0]},); found {tuple(bias.shape)}")
     dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
-    device = hidden.device.type
-    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    cast = _autocast(hidden.device.type) is not None and torch.float64 not in dtypes
     if (len(dtypes) > 1 and not cast) or not all(x.is_floating_point for x in dtypes):
         names = ", ".join(sorted(map(str, dtypes)))
         raise InvalidType(
