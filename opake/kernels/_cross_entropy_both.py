@@ -99,6 +99,9 @@ def _cross_entropy_both_kernel(  # type: ignore[no-untyped-def]
     grad = tl.load(grad_ptr + group * grad_group + row * grad_row, mask=used, other=0.0)
     if scaled or capped:
         grad *= logit_scale
+    share = grad * hard  # in the order of the backward pass alone, to the last bit
+    if weight_ptr is not None:
+        share *= tl.load(weight_ptr + label, mask=used, other=0.0).to(tl.float32)
     total = tl.where(used, total, 1.0)
     for start in range(0, classes, lanes * width):
         col = start + tl.arange(0, lanes * width)[None, :]
@@ -114,7 +117,7 @@ def _cross_entropy_both_kernel(  # type: ignore[no-untyped-def]
             total,
             weights,
             grad,
-            grad * factor,
+            share,
             scale,
             softcap,
             soft,
