@@ -241,18 +241,24 @@ def test_the_gradient_of_a_large_head_in_bf16(pieces: int, factor: float) -> Non
     assert (ours - truth).norm() <= factor * (eager - truth).norm()
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: "+".join(x) or "defaults")
+WEIGHTS = torch.rand(CLASSES, generator=torch.Generator().manual_seed(1))
+SMOOTH = [{"class_weight": WEIGHTS, "label_smoothing": x} for x in (0.1, 0.3)]
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *SMOOTH], ids=lambda x: "+".join(x) or "defaults")
 @interpreted
 def test_what_is_computed_again_has_the_same_bits(options: dict[str, Any]) -> None:
     hidden, weight, labels = inputs()
     if "ignore_index" in options:
         labels = labels.clamp_min(0)
     leaves = [x.requires_grad_() for x in (hidden, weight, torch.linspace(-1, 1, CLASSES))]
-    out = linear_cross_entropy(leaves[0], leaves[1], labels, leaves[2], **options)
-    factor = torch.full_like(out, 0.7)
-    first, second = (torch.autograd.grad(out, leaves, factor, retain_graph=True) for _ in range(2))
-    assert oracle.fused(OP)
-    assert oracle.all_same(first, second)
+    for token in range(TOKENS):
+        chosen = labels.where(torch.arange(TOKENS) == token, options.get("ignore_index", -100))
+        out = linear_cross_entropy(leaves[0], leaves[1], chosen, leaves[2], **options)
+        factor = torch.full_like(out, 0.7)
+        first, second = (torch.autograd.grad(out, leaves, factor, retain_graph=True) for _ in "ab")
+        assert oracle.fused(OP)
+        assert oracle.all_same(first, second)
 
 
 @interpreted
