@@ -240,14 +240,17 @@ def _judge_run(
 def shake(call: Call, given: Cotangents, k: int) -> tuple[Call, list[Tensor | None]]:
     """The same arguments and cotangents, every number some ulps of fp32 off, and in fp32.
 
-    From :data:`DRAWS` on they are an ulp of their own dtype off, and have it.
+    From :data:`DRAWS` on they have their own dtypes, and are an ulp off of the widest ulp among
+    them, to which something may be rounded on the way.
     """
     generator = torch.Generator().manual_seed(k)
+    smooth = [x for x in tensors(call).values() if x.is_floating_point()]
+    ulp = max((torch.finfo(x.dtype).eps for x in smooth), default=0.0)
 
     def off(x: Tensor) -> Tensor:
         signs = torch.randint(0, 2, x.shape, generator=generator).to(x.device) * 2 - 1
         if k >= DRAWS:
-            return (x.double() * (1 + torch.finfo(x.dtype).eps * signs)).to(x.dtype)
+            return (x.double() * (1 + ulp * signs)).to(x.dtype)
         dtype = torch.promote_types(x.dtype, torch.float32)
         return x.to(dtype) * (1 + _SHAKEN * torch.finfo(dtype).eps * signs).to(dtype)
 
