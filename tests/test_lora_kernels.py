@@ -367,3 +367,15 @@ def test_biases_are_rounded_with_the_product() -> None:
     plain = Adapted(weight.bfloat16(), bias.bfloat16(), (), (), ())
     (found,), _ = project(0, x, [plain])
     assert torch.equal(found, F.linear(x, *plain[:2]))
+
+
+@interpreted
+def test_outputs_can_be_written_to() -> None:
+    for name in OPS:
+        call = made(name, 4)
+        here = oracle.replaced(
+            call, {k: x.requires_grad_() for k, x in oracle.tensors(call).items()}
+        )
+        outs = oracle.outputs(OPS[name].function(*here.args, **here.kwargs))
+        assert oracle.fused(OPS[name])
+        sum((out.mul_(2) + 1).sum() for out in outs).backward()

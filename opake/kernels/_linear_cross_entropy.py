@@ -12,7 +12,7 @@ from opake.kernels._autograd import Gradients
 from opake.kernels._cross_entropy import Options as LossOptions
 from opake.kernels._cross_entropy_both import BOTH, launch_both
 from opake.kernels._cross_entropy_launch import Inputs, launch_bwd, launch_fwd
-from opake.kernels._layout import grouped
+from opake.kernels._layout import as_output, grouped
 from opake.kernels._triton import Launch, Tile, jit, power_of_two, tl
 from opake.kernels.cross_entropy import cross_entropy_reference
 
@@ -284,7 +284,7 @@ def forward(
     if sums is not None:
         options.box.gradients = (sums.weight, sums.bias)
         hidden = None if sums.hidden is None else sums.hidden.view(tensors[0].shape)
-    return loss.view(labels.shape), stats.view(*labels.shape, stats.shape[-1]), hidden
+    return as_output(loss, labels.shape), stats.view(*labels.shape, stats.shape[-1]), hidden
 
 
 def backward(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from opake.kernels._autograd import Gradients
 from opake.kernels._cross_entropy import Options as LossOptions
+from opake.kernels._layout import as_output
 from opake.kernels._linear_cross_entropy import Options, Tokens, multiply
 
 __all__ = ["backward", "forward"]
@@ -27,7 +28,7 @@ def forward(batch: int, options: Options, *tensors: Any) -> tuple[Tensor, ...]:
     for rows in _rows(tokens):
         _losses(tokens, rows, loss, lse)
     loss *= tokens.share
-    return loss.view(labels.shape), lse.view(labels.shape)
+    return as_output(loss, labels.shape), lse.view(labels.shape)
 
 
 def backward(

@@ -13,6 +13,7 @@ from torch import Tensor
 from opake.kernels import _lora as lora
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._layout import as_output
 from opake.kernels._lora import Options
 from opake.kernels._lora_launch import ACCUMULATE
 from opake.kernels._lora_products import by_rows, project, pull, without_autocast
@@ -41,7 +42,7 @@ def _fwd(batch: int, options: Options, *tensors: Any) -> tuple[Tensor, ...]:
     x, layers = lora.unflat(options, tensors)
     (out,), left = project(batch, by_rows(x, batch), layers)
     outer = x.shape[:-1]
-    return out.view(*outer, out.shape[-1]), left.view(*outer, left.shape[-1])
+    return tuple([as_output(y, (*outer, y.shape[-1])) for y in (out, left)])
 
 
 @without_autocast

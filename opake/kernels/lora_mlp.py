@@ -11,6 +11,7 @@ from opake.errors import InvalidArgument
 from opake.kernels import _lora as lora
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._layout import as_output
 from opake.kernels._lora import Adapted, Options
 from opake.kernels._lora_launch import (
     ACCUMULATE,
@@ -112,7 +113,7 @@ def _fwd(batch: int, options: Options, *tensors: Any) -> tuple[Tensor, ...]:
     (gate, up), left = project(batch, rows, both, low_rank=not _within(both))
     hidden = gated(options.activation, gate, up, _added(batch, both, left))
     (out,), last = project(batch, hidden, [down])
-    return tuple([y.view(*x.shape[:-1], y.shape[-1]) for y in (out, gate, up, left, last)])
+    return tuple([as_output(y, (*x.shape[:-1], y.shape[-1])) for y in (out, gate, up, left, last)])
 
 
 @without_autocast

@@ -10,6 +10,7 @@ from torch import Tensor
 from opake.kernels import _lora as lora
 from opake.kernels._autograd import Gradients, fused_function
 from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._layout import as_output
 from opake.kernels._lora import Adapted, Options
 from opake.kernels._lora_launch import ACCUMULATE
 from opake.kernels._lora_products import by_rows, project, pull, without_autocast
@@ -42,7 +43,7 @@ def _reference(options: Options, *tensors: Any) -> tuple[Tensor, ...]:
 def _fwd(batch: int, options: Options, *tensors: Any) -> tuple[Tensor, ...]:
     x, layers = lora.unflat(options, tensors)
     found, left = project(batch, by_rows(x, batch), layers)
-    return tuple([y.view(*x.shape[:-1], y.shape[-1]) for y in (*found, left)])
+    return tuple([as_output(y, (*x.shape[:-1], y.shape[-1])) for y in (*found, left)])
 
 
 @without_autocast
