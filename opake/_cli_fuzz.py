@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
+import platform
 import random
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from opake import _cli_fuzz_jobs
+from opake._cli_fuzz_jobs import Progress, Search, Tally, bar, show
 
 if TYPE_CHECKING:
     from opake.kernels import Op
+    from opake.testing._assert import Failure
     from opake.testing._transforms import Example
 
 _ROUND = 25
@@ -45,8 +55,22 @@ def add_to(commands: Any) -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help="operators of opake.kernels, or all")
     parser.add_argument("--list", action="store_true", help="name the operators and end")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=_positive, help="for all operators (default: 1)")
-    length.add_argument("--examples", type=_count, help="of each operator")
+    length.add_argument(
+        "--minutes",
+        type=_positive,
+        help="for all operators (default: 1); a failure is shrunk for at most a fifth of the "
+        "time its process has, or 30 s, whichever is more",
+    )
+    length.add_argument("--examples", type=_count, help="of each operator; shrinks without limit")
+    parser.add_argument(
+        "--jobs",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="processes, each with one operator and a seed of its own, that share the time or the "
+        "examples; what they need to start is not counted",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("--seed", type=int, help="search as the run that printed it did")
     parser.add_argument("--device", help="where the inputs are (default: cuda, else cpu)")
     parser.add_argument("--large", action="store_true", help="inputs of up to 4M elements")
@@ -66,7 +90,7 @@ def _positive(text: str) -> float:
 def _count(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of examples")
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above 0")
     return value
 
 
@@ -129,123 +153,193 @@ def _chosen(names: list[str]) -> list[Op]:
     return [known[name] for name in dict.fromkeys(names)]
 
 
+# ---- what was found
+
+
+class _Report:
+    """The file of ``--json``; written at once, so that what cannot be written is not searched."""
+
+    def __init__(self, path: Path | None, **head: Any) -> None:
+        self.path, self.head = path, head
+        self.write({})
+
+    def write(self, tallies: dict[str, Tally]) -> None:
+        if self.path is None:
+            return
+        ops = {name: asdict(tally) for name, tally in tallies.items()}
+        text = json.dumps({**self.head, "ops": ops}, indent=2) + "\n"
+        try:
+            self.path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _Unusable(f"--json: {error}") from None
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import triton  # type: ignore[import-untyped]
+
+    import opake
+
+    modules = {"opake": opake, "torch": torch, "triton": triton}
+    versions = {name: str(module.__version__) for name, module in modules.items()}
+    return {"python": platform.python_version(), **versions}
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
 # ---- the search
-
-
-class _Progress:
-    """Counts examples, shows a bar, and ends the search when its time is up."""
-
-    def __init__(self, ops: list[Op], options: argparse.Namespace) -> None:
-        from tqdm import tqdm  # type: ignore[import-untyped]
-
-        self.examples = dict.fromkeys((op.name for op in ops), 0)
-        self.ran = dict(self.examples)
-        self.started = time.monotonic()
-        self.seconds = None if options.examples else 60 * (options.minutes or 1.0)
-        shape = "{l_bar}{bar}| {n:.0f}/{total:.0f} s{postfix}" if self.seconds else None
-        total = self.seconds or options.examples * len(ops)
-        self.bar = tqdm(total=total, bar_format=shape, unit=" examples", disable=None)
-
-    def over(self) -> bool:
-        return self.seconds is not None and time.monotonic() - self.started >= self.seconds
-
-    def seen(self, op: Op, ran: bool) -> None:
-        self.examples[op.name] += 1
-        self.ran[op.name] += ran
-        elapsed = min(time.monotonic() - self.started, self.seconds or 0.0)
-        self.bar.set_postfix_str(f"{op.name}, {sum(self.examples.values())} examples", False)
-        self.bar.update(elapsed - self.bar.n if self.seconds else 1)
 
 
 def _fuzz(ops: list[Op], device: str, options: argparse.Namespace) -> int:
     from opake.testing._ops import kernel_dtypes
 
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
+    seconds = None if options.examples else 60 * (options.minutes or 1.0)
+    search = Search(device, seed, options.examples, seconds, options.large)
+    named = {"device": device, "device_name": _device_name(device)}
+    report = _Report(options.json, seed=seed, jobs=options.jobs, **named, versions=_versions())
     dtypes = kernel_dtypes(device)
     names = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
     print(f"device {device}, {names}, seed {seed}", flush=True)
     if len(dtypes) < 3:
         print("bfloat16 is left out: Triton's interpreter does not round to it", flush=True)
-    progress = _Progress(ops, options)
-    failed: set[str] = set()
+    tallies = _searched(ops, search, options.jobs, report.write)
+    return _summary(tallies)
+
+
+def _searched(
+    ops: list[Op], search: Search, jobs: int, write: Callable[[dict[str, Tally]], None]
+) -> dict[str, Tally]:
+    """Search here or in processes; ``write`` what there is at every failure and at the end."""
+    if jobs > 1:
+        return _cli_fuzz_jobs.run([op.name for op in ops], search, jobs, write)
+    shown = bar(search.seconds, (search.examples or 0) * len(ops))
+    progress = Progress([op.name for op in ops], search, shown)
+
+    def found(op: Op) -> None:
+        shown.clear()
+        show(op.name, progress.tallies[op.name].failures[-1])
+        write(progress.tallies)
+
     try:
-        turn = 0
-        while (remaining := [op for op in ops if op.name not in failed]) and not progress.over():
-            for op in remaining:
-                text = _search(op, device, dtypes, seed + turn, options, progress)
-                if text:
-                    failed.add(op.name)
-                    progress.bar.clear()
-                    print(f"\n{text}", flush=True)
-            turn += 1
-            if progress.seconds is None:
-                break
+        take_turns(ops, search, progress, found)
     finally:
-        progress.bar.close()
-    return _summary(ops, failed, progress)
+        shown.close()
+        write(progress.tallies)
+    return progress.tallies
 
 
-def _search(
-    op: Op,
-    device: str,
-    dtypes: Any,
-    seed: int,
-    options: argparse.Namespace,
-    progress: _Progress,
-) -> str:
-    """Search once; return what was found, as a program, ``""`` if nothing was."""
+def take_turns(
+    ops: list[Op], search: Search, progress: Progress, found: Callable[[Op], None]
+) -> None:
+    """Search each operator in turn, until its first failure or until the time is up."""
+    turn = 0
+    remaining = ops
+    while remaining and not progress.over():
+        for op in remaining:
+            tally, started = progress.tallies[op.name], time.monotonic()
+            try:
+                failure = _search(op, search._replace(seed=search.seed + turn), progress)
+            finally:
+                tally.seconds += time.monotonic() - started
+            if failure:
+                tally.failures.append(failure)
+                found(op)
+        if progress.seconds is None:
+            break
+        turn += 1
+        remaining = [op for op in ops if not progress.tallies[op.name].failures]
+
+
+class _Judge:
+    """Says how examples fail, until the time to search, or then to shrink, is up."""
+
+    def __init__(self, op: Op, progress: Progress, shrinking: float) -> None:
+        self.op, self.progress, self.shrinking = op, progress, shrinking
+        self.last: Failure | None = None
+        self.failed = math.inf
+
+    def __call__(self, example: Example) -> str:
+        # a quarter is kept for the numbers of the tensors: without it programs are unreadable
+        return self._judged(example, until=self.failed + 0.75 * self.shrinking)
+
+    def again(self, example: Example) -> str:
+        """Say it of a simpler example; what cannot be tried any more does not fail."""
+        try:
+            return self._judged(example, until=self.failed + self.shrinking)
+        except _TimeIsUp:
+            known = self.last is not None and example.call is self.last.example.call
+            return self.last.message if known and self.last else ""
+
+    def _judged(self, example: Example, until: float) -> str:
+        from opake.testing._assert import Failure, failing
+        from opake.testing._ops import right
+
+        if self.progress.over() if self.last is None else time.monotonic() >= until:
+            raise _TimeIsUp
+        ran: list[bool] = []
+        message = failing(lambda: ran.append(right(self.op, example)))
+        if self.last is None:
+            self.progress.seen(self.op.name, any(ran))
+        if message:
+            self.failed = min(self.failed, time.monotonic())
+            self.last = Failure(example, message)
+        return message
+
+
+def _search(op: Op, how: Search, progress: Progress) -> dict[str, Any] | None:
+    """Search once; return what was found, and the program that shows it."""
     from hypothesis import strategies as st
 
-    from opake.testing._assert import failing, program, quiet, search
-    from opake.testing._ops import example_of, right
+    from opake.testing._assert import program, quiet, search
+    from opake.testing._ops import example_of, kernel_dtypes
+
+    dtypes = kernel_dtypes(how.device)
 
     @st.composite
     def examples(draw: st.DrawFn) -> Example:
         def integer(low: int, high: int) -> int:
             return draw(st.integers(low, high))
 
-        return example_of(op, integer, device, dtypes, large=options.large)
+        return example_of(op, integer, how.device, dtypes, large=how.large)
 
-    failures = 0
-
-    def fails(example: Example) -> str:
-        nonlocal failures
-        if not failures and progress.over():
-            raise _TimeIsUp
-        ran: list[bool] = []
-        message = failing(lambda: ran.append(right(op, example)))
-        progress.seen(op, any(ran)) if not failures else None
-        failures += bool(message)
-        return message
-
-    config = quiet(max_examples=options.examples or _ROUND, derandomize=False, database=None)
+    judge = _Judge(op, progress, how.shrinking)
+    config = quiet(max_examples=how.examples or _ROUND, derandomize=False, database=None)
     try:
-        failure = search(examples(), fails, config, seed)
+        failure = search(examples(), judge, config, how.seed)
     except _TimeIsUp:
-        return ""
+        failure = judge.last
     if failure is None:
-        return ""
-    first = [] if device != "cpu" else ["import os", 'os.environ["TRITON_INTERPRET"] = "1"']
+        return None
+    first = [] if how.device != "cpu" else ["import os", 'os.environ["TRITON_INTERPRET"] = "1"']
     head = [
         "from opake import kernels",
         f'fn, reference = kernels.{op.name}, kernels.find("{op.name}").reference',
     ]
-    if device != "cpu":
+    if how.device != "cpu":
         head.append("kernels.config(min_elements=0).__enter__()  # however small the example is")
-    return f"{op.name}: " + program(failure, fails, head, ("fn", "reference"), first=first)
+    text = program(failure, judge.again, head, ("fn", "reference"), first=first)
+    message, _, code = text.partition("\n\nMinimal example:\n\n")
+    return {"seed": how.seed, "message": message, "program": code}
 
 
-def _summary(ops: list[Op], failed: set[str], progress: _Progress) -> int:
+def _summary(tallies: dict[str, Tally]) -> int:
     idle = []
-    for op in ops:
-        examples, ran = progress.examples[op.name], progress.ran[op.name]
-        verdict = "WRONG" if op.name in failed else "nothing found"
-        if not examples:
+    for name, tally in tallies.items():
+        examples, ran = tally.examples, tally.by_kernel
+        verdict = "WRONG" if tally.failures else "nothing found"
+        if not examples and not tally.failures:
             verdict = "not reached, there was no time"
-        print(f"{op.name:24} {examples:7} examples, {ran:7} by kernel: {verdict}")
-        if examples and not ran and op.name not in failed:
-            idle.append(op.name)
-    if failed:
+        print(f"{name:24} {examples:7} examples, {ran:7} by kernel: {verdict}")
+        if examples and not ran and not tally.failures:
+            idle.append(name)
+    if any(tally.failures for tally in tallies.values()):
         return 1
     if idle:
         print(f"the kernels of {', '.join(idle)} never ran", file=sys.stderr)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -21,7 +22,7 @@ from interpreter import needs_triton
 from torch import Tensor
 from torch.autograd import Function
 
-from opake import kernels
+from opake import _cli_fuzz, _cli_fuzz_jobs, kernels
 from opake.errors import InvalidArgument
 from opake.testing import (
     STRIDES,
@@ -482,3 +483,96 @@ def test_what_no_normal_number_holds_may_be_zero() -> None:
     assert_parity(flushing, torch.clone, (x,))
     with pytest.raises(AssertionError):
         assert_parity(flushing, torch.clone, (x * 1000,))
+
+
+# ---- the command line: a bound on shrinking, processes, a file
+
+
+def fuzzed(where: Path, code: str, *argv: str, head: str = "") -> tuple[int, dict[str, Any], str]:
+    """Run the command in a file, which its processes import again; status, JSON, what it said."""
+    script, out = where / "fuzzed.py", where / "out.json"
+    call = ["fuzz", *argv, "--json", str(out)]
+    main = f"    from opake._cli import main\n    raise SystemExit(main({call}))\n"
+    script.write_text(f"{code}\n{head}\nif __name__ == '__main__':\n{main}")
+    there = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    there |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=there, capture_output=True, text=True, check=False
+    )
+    assert out.exists(), done.stderr
+    return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
+
+
+@needs_triton
+def test_fuzz_shares_examples_among_processes(tmp_path: Path) -> None:
+    argv = ("planted", "--examples", "61", "--jobs", "2", "--seed", "1")
+    status, found, said = fuzzed(tmp_path, WRONG, *argv)
+    assert status == 1, said
+    failures = found["ops"]["planted"]["failures"]
+    assert failures
+    assert {failure["seed"] for failure in failures} <= {1, 1 + (1 << 20)}
+    assert "planted: fn differs from reference: output 0: off by" in said
+    again = python(WRONG + failures[0]["program"], TRITON_INTERPRET="1")
+    assert "AssertionError: output 0: off by" in again.stderr
+    status, found, said = fuzzed(tmp_path, WRONG.replace("x.dim() == 2", "0"), *argv)
+    assert status == 0, said
+    ran = found["ops"]["planted"]
+    assert ran["examples"] == 61
+    assert 0 < ran["by_kernel"] <= 61
+    assert ran["seconds"] > 0
+    assert ran["failures"] == []
+    assert (found["seed"], found["jobs"], found["device"]) == (1, 2, "cpu")
+    assert found["device_name"]
+    assert found["versions"]["torch"] == torch.__version__
+    assert set(found["versions"]) == {"opake", "python", "torch", "triton"}
+
+
+@needs_triton
+def test_fuzz_outlives_a_kernel_that_ends_its_process(tmp_path: Path) -> None:
+    kill = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    deadly = WRONG.replace('    record("planted", "triton")', f"    {kill}")
+    other = kernels.ops()[0].name
+    argv = ("planted", other, "--examples", "4", "--jobs", "2", "--seed", "1")
+    status, found, said = fuzzed(tmp_path, deadly, *argv)
+    assert status == 1, said
+    (failure,) = found["ops"]["planted"]["failures"]
+    assert "the process ended with SIGKILL" in failure["message"]
+    assert "fuzz planted --seed 1 --examples 4" in failure["message"]
+    assert found["ops"][other]["examples"] == 4
+    assert found["ops"][other]["failures"] == []
+
+
+@needs_triton
+def test_fuzz_ends_shrinking_in_time(tmp_path: Path) -> None:
+    wait = "    import time; time.sleep(0.6 if x.dim() == 2 else 0)\n"
+    code = WRONG.replace(
+        '    record("planted", "triton")', wait + '    record("planted", "triton")'
+    )
+    short = "from opake import _cli_fuzz_jobs; _cli_fuzz_jobs.SHRINKING = 1.0"
+    argv = ("planted", "--minutes", "0.2", "--seed", "1")
+    status, found, said = fuzzed(tmp_path, code, *argv, head=short)
+    assert status == 1, said
+    searched = found["ops"]["planted"]
+    # without a bound, 0.6 s and more for each of the dozens of examples that shrinking tries
+    assert searched["seconds"] < 20, searched["seconds"]
+    again = python(WRONG + searched["failures"][0]["program"], TRITON_INTERPRET="1")
+    assert "AssertionError" in again.stderr
+
+
+def test_fuzz_gives_each_process_its_share(tmp_path: Path) -> None:
+    search = _cli_fuzz_jobs.Search("cpu", 7, None, 60.0, False)
+    tasks = _cli_fuzz_jobs.shared(["a", "b", "c"], search, 2)
+    assert [task.op for task in tasks] == ["a", "b", "c", "a"]
+    assert {task.search.seconds for task in tasks} == {30.0}
+    assert len({task.search.seed for task in tasks}) == 4
+    assert tasks[0].search.seed == 7
+    counted = search._replace(seconds=None, examples=5)
+    tasks = _cli_fuzz_jobs.shared(["a", "b"], counted, 3)
+    assert [(task.op, task.search.examples) for task in tasks] == [("a", 3), ("b", 5), ("a", 2)]
+    few = _cli_fuzz_jobs.shared(["a"], counted._replace(examples=2), 4)
+    assert [task.search.examples for task in few] == [1, 1]
+    assert search.shrinking == 30.0
+    assert search._replace(seconds=600.0).shrinking == 120.0
+    assert counted.shrinking == math.inf
+    with pytest.raises(_cli_fuzz._Unusable, match=r"--json: .*No such file"):
+        _cli_fuzz._Report(tmp_path / "nowhere" / "out.json")
