@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from inspect import getsource
 from typing import Any
 
 import pytest
@@ -12,17 +13,22 @@ from interpreter import interpreted
 from oracle import MOE_BAR, error, errors, per_example, same_bits, stock_loop
 from peft import LoraConfig, get_peft_model
 from test_kernels_in_models import FUSED_BAR, make, runs
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.utils import parametrize
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RMSNorm
 
 import opake
 from opake.plan import norms
 
+_CASTS_LAST = "(self.weight * hidden_states).to(input_dtype)"  # not in transformers 5.17
 ORDERS = {
     "llama": ("llama", 0.0),
     "olmo2": ("gemma", 0.0),
     "gpt_oss": ("gemma", 0.0),
-    "deepseek_v4": ("llama", 0.0),
+    "deepseek_v4": ("gemma" if _CASTS_LAST in getsource(DeepseekV4RMSNorm) else "llama", 0.0),
     "gemma": ("gemma", 1.0),
     "gemma2": ("gemma", 1.0),
     "qwen3_next": ("gemma", 1.0),
@@ -64,9 +70,6 @@ def test_a_norm_is_known_by_its_order_and_offset(model_type: str) -> None:
     mode, offset = ORDERS[model_type]
     found = [norms.examine_rms(m) for m in make(model_type).modules()]
     formulas = {f.formula for f in found if isinstance(f, norms.Found) and f.formula.weighted}
-    if model_type == "deepseek_v4":
-        assert len(formulas) == 1
-        return
     assert {(f.casting_mode, f.offset) for f in formulas} == {(mode, offset)}
 
 
@@ -262,6 +265,74 @@ def test_what_a_kernel_does_not_take_runs_stocks_code_and_is_counted() -> None:
             stats = opake.guard_stats(model)["layer_norm"]
     assert same_bits(found, expected)
     assert stats == {"ran": 0, "fell_back": {"autocast chooses the dtype of a layer norm": 5}}
+
+
+@interpreted
+def test_a_quantised_weight_runs_stocks_code() -> None:
+    model, ids = make("llama"), zoo.tokens()
+    for name, module in model.named_modules():
+        if "norm" in name:
+            weight = (3 * module.weight.detach()).to(torch.int8)
+            module.weight = nn.Parameter(weight, requires_grad=False)
+    expected = model(ids).logits
+    with opake.patched(model):
+        found = model(ids).logits
+        stats = opake.guard_stats(model)
+    assert error(found.detach(), expected.detach()) <= FUSED_BAR
+    for concern in ("rms_norm", "fused_add_rms_norm"):
+        reasons = {"torch.int8 is computed by the reference"}
+        assert (stats[concern]["ran"], {*stats[concern]["fell_back"]}) == (0, reasons)
+
+
+@interpreted
+def test_sharded_models_run_the_kernels_and_distributed_weights_stocks_code() -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        check_sharded(mesh, layers)
+        check_sharded(mesh, lambda model: [m for m in model.modules() if not [*m.children()]])
+        check_sharded(mesh, lambda model: [m for x in model.model.layers for m in x.children()])
+        check_distributed(mesh, make("llama"))
+    finally:
+        distributed.destroy_process_group()
+
+
+def layers(model: Any) -> Any:
+    return model.model.layers
+
+
+def check_sharded(mesh: Any, parts: Any) -> None:
+    model, batch = make("llama"), zoo.batch()
+    stock = model(**batch)
+    counts = {r.concern: r.count for r in opake.check(model)}
+    for part in parts(model):
+        if [*part.parameters()]:
+            fully_shard(part, mesh=mesh)
+    assert {r.concern: r.count for r in opake.check(model)} == counts
+    with opake.patched(model):
+        found = model(**batch)
+        found.loss.backward()
+        stats = opake.guard_stats(model)
+    assert error(found.logits.detach(), stock.logits.detach()) <= FUSED_BAR
+    hooked = {"the norm has hooks, or another forward": 2}  # FSDP's, which gather its weight
+    for concern in runs("llama"):
+        if concern == "fused_add_rms_norm" and stats[concern]["ran"] == 0:
+            assert stats[concern]["fell_back"] == hooked
+            assert parts is not layers
+        else:
+            assert stats[concern]["ran"] > 0
+            assert stats[concern]["fell_back"] == {}
+
+
+def check_distributed(mesh: Any, model: Any) -> None:
+    norm = model.model.norm
+    norm.weight = nn.Parameter(distribute_tensor(norm.weight.detach(), mesh))
+    x = distribute_tensor(torch.randn(1, 3, norm.weight.shape[0]), mesh)
+    expected = norm(x)
+    with opake.patched(model):
+        assert torch.equal(norm(x).to_local(), expected.to_local())
+        stats = opake.guard_stats(model)["rms_norm"]
+    assert stats == {"ran": 0, "fell_back": {"an input is a DTensor": 1}}
 
 
 @interpreted

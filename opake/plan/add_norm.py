@@ -23,7 +23,7 @@ from opake.engine.reclass import stock_class
 from opake.engine.slots import MISSING, attribute_slot
 from opake.plan import fused, norms
 from opake.plan.fused import Found
-from opake.plan.modules import foreign_forward, stock_method
+from opake.plan.modules import built_class, foreign_forward, stock_method
 from opake.plan.step import Concern, Context, Skip, Step
 
 _CALL = "_opake_add_norm"
@@ -49,7 +49,7 @@ def _fused_add_rms_norm(context: Context) -> Step | Skip:
 
 
 def _examine(module: nn.Module) -> Found | str | None:
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if cls.__module__.startswith("torch.") or not _has_norm(module):
         return None
     layer = _compiled(cls, cls.forward)

@@ -12,11 +12,10 @@ from torch.nn import functional
 
 from opake import kernels
 from opake.engine import ForwardPatch
-from opake.engine.reclass import stock_class
 from opake.kernels._bounds import check_indices
 from opake.plan import fused
 from opake.plan.fused import Found
-from opake.plan.modules import foreign_forward
+from opake.plan.modules import built_class, foreign_forward
 from opake.plan.step import Concern, Context, Skip, Step
 
 _SCALE = "embed_scale"
@@ -29,7 +28,7 @@ def _embedding(context: Context) -> Step | Skip:
 
 
 def _examine(module: nn.Module) -> Found | str | None:
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if not isinstance(module, nn.Embedding):
         return None
     owner = foreign_forward(module)

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from opake import kernels
 from opake.engine import AttributePatch, Patch
-from opake.engine.reclass import stock_class
 from opake.plan.guard import Guard
-from opake.plan.modules import foreign_forward, is_of_file, stock_method
+from opake.plan.modules import built_class, foreign_forward, is_of_file, stock_method
 from opake.plan.step import Context, Skip, Step
 
 
@@ -74,7 +73,7 @@ def build(context: Context, concern: str, examine: Examine, absent: str) -> Step
 
 def unlike_file(module: nn.Module) -> str:
     """Say why the ``forward`` of a module is not the one that its modeling file gives it."""
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     owner = foreign_forward(module)
     if owner is not None:
         return f"an instance forward from {owner}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from opake.errors import UnsupportedModel
 from opake.families import Family
 from opake.plan import trial
 from opake.plan.deduce import deduce
+from opake.plan.modules import built_class
 from opake.plan.step import Plan, compat
 
 Planner = Callable[[Any, Family], Plan]
@@ -56,7 +56,7 @@ def judge(inner: Any, plan: Planner, text: Family | None = None) -> Verdict:
         plan: what plans a copy of it.
         text: the family of the part that reads text, where that is a model of its own.
     """
-    cls = _built_class(inner)
+    cls = built_class(inner)
     fields = {**compat("tiny").tiny_fields(inner.config), **trial.FIELDS}
     _without_chance(fields)
     used = inner.config._attn_implementation
@@ -188,13 +188,6 @@ def _found(family: Family) -> str:
 def _told(error: Exception) -> str:
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:300]}{'...' if len(text) > 300 else ''}"
-
-
-def _built_class(inner: Any) -> Any:
-    """Return the class that the model was built as, beneath our own and FSDP's."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    sharded = () if fsdp is None else fsdp.FSDPModule
-    return next(cls for cls in stock_class(inner).__mro__ if not issubclass(cls, sharded))
 
 
 def _build(

@@ -16,10 +16,9 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels, symbols
 from opake.engine import ForwardPatch
-from opake.engine.reclass import stock_class
 from opake.plan import fused
 from opake.plan.fused import Found
-from opake.plan.modules import is_of_file
+from opake.plan.modules import built_class, is_of_file
 from opake.plan.step import Concern, Context, Skip, Step
 
 _SLOT = fused.slot("activation")
@@ -194,7 +193,7 @@ def _declared(context: Context) -> tuple[type, ...] | Skip:
 
 
 def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | None:
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if cls.__module__.startswith("torch."):
         return None
     named = isinstance(module, declared)

@@ -12,11 +12,11 @@ from torch.nn import functional
 
 from opake import kernels
 from opake.engine import ForwardPatch, LossPatch
-from opake.engine.reclass import stock_class
 from opake.kernels._bounds import check_indices
 from opake.plan import fused
 from opake.plan.deduce import _names
 from opake.plan.fused import Found
+from opake.plan.modules import built_class
 from opake.plan.step import Concern, Context, Skip, Step
 
 _MODULE, _NAME = "transformers.loss.loss_utils", "ForCausalLMLoss"
@@ -29,7 +29,7 @@ def _cross_entropy(context: Context) -> Step | Skip:
 
 def _examine(module: nn.Module) -> Found | str | None:
     model_class = importlib.import_module("transformers.modeling_utils").PreTrainedModel
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if not isinstance(module, model_class) or "loss_function" not in _names(cls.forward):
         return None
     if "_loss_function" in vars(module):

@@ -25,6 +25,18 @@ def _names(forward: Any) -> tuple[str, ...]:
     return tuple(p.name for p in found if p.kind in kinds)[1:]
 
 
+def built_class(module: nn.Module) -> Any:
+    """Return the class that a module was built as, beneath our own and FSDP's."""
+    return _beneath_fsdp(stock_class(module))
+
+
+@functools.cache
+def _beneath_fsdp(cls: type) -> type:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    sharded = () if fsdp is None else fsdp.FSDPModule
+    return next(c for c in cls.__mro__ if not issubclass(c, sharded))
+
+
 def stock_method(module: nn.Module, name: str = "forward") -> Any:
     """Return the function that the module's own class has under ``name``."""
     return getattr(stock_class(module), name)

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from opake import kernels
 from opake.engine import ForwardPatch
-from opake.engine.reclass import stock_class
 from opake.plan import fused
 from opake.plan.fused import Found
-from opake.plan.modules import foreign_forward
+from opake.plan.modules import built_class, foreign_forward
 from opake.plan.step import Concern, Context, Skip, Step
 
 _EPS, _WIDTH, _HEADS = 0.37, 8, 2
@@ -53,7 +52,7 @@ def _rms_norm(context: Context) -> Step | Skip:
 
 def examine_rms(module: nn.Module) -> Found | str | None:
     """Look at a module that may be an RMS norm."""
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if not _is_rms(cls) or not _may_be_norm(module):
         return None
     name, why = cls.__name__, fused.unlike_file(module)
@@ -128,7 +127,7 @@ def _layer_norm(context: Context) -> Step | Skip:
 
 
 def _examine_layer(module: nn.Module) -> Found | str | None:
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if "LayerNorm" not in cls.__name__ or _is_rms(cls) or not _may_be_norm(module):
         return None
     name, why = cls.__name__, fused.unlike_file(module) if cls is not nn.LayerNorm else _own(module)

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from opake import kernels
 from opake.engine import ForwardPatch, Patch, RebindPatch
-from opake.engine.reclass import stock_class
 from opake.plan import fused
 from opake.plan.deduce import _names
 from opake.plan.fused import Found
-from opake.plan.modules import is_of_file, own_slot
+from opake.plan.modules import built_class, is_of_file, own_slot
 from opake.plan.step import Concern, Context, Skip, Step
 
 _COLUMNS = 16
@@ -105,7 +104,7 @@ def _rope(context: Context) -> Step | Skip:
 
 
 def _examine(module: nn.Module) -> Found | str | None:
-    cls: Any = stock_class(module)
+    cls: Any = built_class(module)
     if cls.__module__.startswith("torch."):
         return None
     names = [name for name in _reads(cls.forward) if "apply_rotary" in name]
