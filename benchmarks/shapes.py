@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 
 def smollm2_135m(**changes: object) -> LlamaForCausalLM:
@@ -20,3 +20,20 @@ def smollm2_135m(**changes: object) -> LlamaForCausalLM:
         "attn_implementation": "sdpa",
     }
     return LlamaForCausalLM(LlamaConfig(**{**fields, **changes}))
+
+
+def qwen2_500m(**changes: object) -> Qwen2ForCausalLM:
+    """Return a model of Qwen2.5-0.5B's shape."""
+    fields = {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+        "use_cache": False,
+        "attn_implementation": "sdpa",
+    }
+    return Qwen2ForCausalLM(Qwen2Config(**{**fields, **changes}))

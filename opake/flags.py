@@ -66,6 +66,8 @@ class Flags:
     concerns: Mapping[str, bool | int] = field(hash=False)
     mode: str = "train"
     min_elements: int | None = None
+    triton: bool = True
+    """False where no kernel may run, not that of a loss either."""
 
     def __getitem__(self, concern: str) -> bool | int:
         return self.concerns[concern]
@@ -121,7 +123,7 @@ def resolve(
     if mode == "infer":
         values.update(dict.fromkeys((*_NOT_IN_INFER, *UMBRELLAS["peft"]), False))
     values.update({name: _value(name, value) for name, value in concerns.items()})
-    return Flags(values, mode, _elements(min_elements))
+    return Flags(values, mode, _elements(min_elements), chosen is not False)
 
 
 def _kernels(value: Any, *, default: bool) -> bool | frozenset[str]:

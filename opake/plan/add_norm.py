@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels
 from opake.engine import ForwardPatch, stacks
@@ -221,13 +220,7 @@ def _add_norm(layer: Any, name: str, x: Tensor, residual: Tensor) -> tuple[Tenso
 
 def _is_bare(norm: Any, cls: type) -> bool:
     """Tell whether calling a norm runs its class's formula and nothing else, now."""
-    return (
-        stock_class(norm) is cls
-        and not (norm._forward_hooks or norm._forward_pre_hooks)
-        and not (norm._backward_hooks or norm._backward_pre_hooks)
-        and not _has_any_global_hook()  # type: ignore[no-untyped-call]
-        and _is_ours(norm)
-    )
+    return stock_class(norm) is cls and not fused.hooked(norm) and _is_ours(norm)
 
 
 def _is_ours(norm: Any) -> bool:

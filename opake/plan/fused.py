@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import threading
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels
 from opake.engine import AttributePatch, Patch
@@ -89,6 +92,23 @@ def strange(wrapped: Any, instance: Any, args: Any, kwargs: Any, method: str = "
     if getattr(wrapped, "func", None) is not stock_method(instance, method):
         return "another wrapper lies beneath"
     return ""
+
+
+def hooked(module: nn.Module) -> bool:
+    """Tell whether calling a module runs more than its ``forward``."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or _has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+@functools.cache
+def parameters(forward: Any) -> tuple[str, ...]:
+    """Return the names of the parameters of a method."""
+    return tuple(inspect.signature(forward).parameters)
 
 
 def autocasts(x: Tensor) -> bool:

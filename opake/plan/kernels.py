@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels, symbols
 from opake.engine import ForwardPatch
@@ -90,11 +89,9 @@ def _is_plain(act_fn: Any, formula: _Formula) -> bool:
     cls, fields = formula.act_fn
     return (
         kind is cls
-        and not (act_fn._forward_hooks or act_fn._forward_pre_hooks)
-        and not (act_fn._backward_hooks or act_fn._backward_pre_hooks)
+        and not fused.hooked(act_fn)
         and "forward" not in vars(act_fn)
         and all(vars(act_fn).get(n) == v for n, v in fields)
-        and not _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
 
 

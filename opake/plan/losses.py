@@ -15,6 +15,7 @@ from opake.engine import ForwardPatch, LossPatch
 from opake.kernels._bounds import check_indices
 from opake.plan import fused
 from opake.plan.deduce import _names
+from opake.plan.deferred import Deferred
 from opake.plan.fused import Found
 from opake.plan.modules import built_class
 from opake.plan.step import Concern, Context, Skip, Step
@@ -68,7 +69,7 @@ def _in_place_of(stock: Any) -> Any:
     ) -> Tensor:
         given = (logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels)
         site = None if torch.compiler.is_compiling() else fused.site_here("cross_entropy")
-        if site is None:  # or somebody calls the loss by itself
+        if site is None or isinstance(logits, Deferred):  # or somebody calls the loss by itself
             loss: Tensor = stock(*given, **kwargs)
             return loss
         computed: Tensor = _computed(site, functools.partial(stock, **kwargs), *given)
