@@ -165,12 +165,18 @@ def made(description: Any, device: str) -> Call:
 
 
 def from_meta(call: Any, device: str) -> Call:
-    """Random numbers for a call on the meta device; integers are zero, which any of them may be."""
+    """Random numbers for a call on the meta device; integers are zero, which any of them may be.
+
+    Matrices are as small as in models, where products of them neither grow nor vanish.
+    """
+    count = tokens(call)
 
     def real(x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return torch.zeros(x.shape, dtype=x.dtype, device=device)
-        return torch.randn(x.shape, dtype=x.dtype, device=device)
+        values = torch.randn(x.shape, dtype=x.dtype, device=device)
+        matrix = x.dim() > 1 and x.numel() and not token_dims(x, count)
+        return values.mul_(x.shape[-1] ** -0.5) if matrix else values
 
     return changed(call, real)
 
@@ -223,8 +229,9 @@ class Passes:
         self.leaves = [positional(own)[key].requires_grad_() for key in self.wanted]
         self.held: list[Tensor] = []
         self.kept: list[Tensor] = []
+        once = changed(own, _copied)
         with torch.no_grad():
-            found = outputs(function(*changed(own, _copied).args, **self.kwargs))
+            found = outputs(function(*once.args, **once.kwargs))
         self.cotangents = [_cotangent(x) for x in found]
 
     def forward(self) -> Any:
@@ -322,11 +329,14 @@ def difference(function: Callable[..., Any], small: dict[str, Any], device: str)
     return worst
 
 
-def small_case(reference: Callable[..., Any], call: Any) -> dict[str, Any] | None:
-    """A few tokens of a call with what is true of them, computed in fp64; None if not small."""
+COMPILED = "it would be compiled for a few tokens as well"
+
+
+def small_case(reference: Callable[..., Any], call: Any) -> dict[str, Any] | str:
+    """A few tokens of a call with what is true of them, computed in fp64; or why there are none."""
     few = cut(call, 4)
     if size(few) > TINY:
-        return None
+        return f"a weight has {size(few)} numbers, too many to compute with in fp64 and to pass on"
     cotangents = Passes(reference, few).cotangents
     passes = Passes(reference, changed(few, _wide))
     passes.cotangents = [None if g is None else _wide(g) for g in cotangents]

@@ -159,15 +159,16 @@ def measured(
     functions: list[Callable[..., Any]],
     call: Any,
     bounds: dict[str, float],
-    small: dict[str, Any] | None,
+    small: dict[str, Any] | str,
 ) -> dict[str, Any]:
     """Fill ``row`` with the times of the function that is nearest the truth, or with why not.
 
-    ``bounds`` are ms by pass; ``small`` is a case of :func:`kernel_calls.small_case`.
+    ``bounds`` are ms by pass; ``small`` is a case of :func:`kernel_calls.small_case`, or says why
+    there is none.
     """
     try:
         function, off = _agreeing(bench, functions, small)
-        row |= {"difference": off}
+        row |= {"difference": off} | ({"no_difference": small} if isinstance(small, str) else {})
         passes = Passes(function, call)
         for name, run in (("forward", passes.forward), ("both", passes.both)):
             row[name] = _timed(bench, passes, run, bounds[name])
@@ -180,9 +181,9 @@ def measured(
 
 
 def _agreeing(
-    bench: Bench, functions: list[Callable[..., Any]], small: dict[str, Any] | None
+    bench: Bench, functions: list[Callable[..., Any]], small: dict[str, Any] | str
 ) -> tuple[Callable[..., Any], float | None]:
-    if small is None:
+    if isinstance(small, str):
         return functions[0], None
     found: list[tuple[float, Callable[..., Any]]] = []
     errors: list[Exception] = []
@@ -200,8 +201,8 @@ def _agreeing(
 
 
 def _timed(bench: Bench, passes: Passes, run: Callable[[], Any], bound: float) -> dict[str, Any]:
-    run()  # what it compiles is not its time
     passes.keep()
+    run()  # what it compiles is not its time
     run()
     overwrites = passes.overwrote()
     if not overwrites:
@@ -214,6 +215,7 @@ def _timed(bench: Bench, passes: Passes, run: Callable[[], Any], bound: float) -
     host, enqueue = bench.host_ms(run, before)
     found: dict[str, Any] = {
         "bound_ms": bound,
+        "captured": bench.cuda and not waits,
         "gpu_ms": gpu,
         "share": bound / gpu,
         "host_ms": host,

@@ -9,14 +9,15 @@ inputs; ``--profile`` adds where the time of ours goes), ``crossover``, and ``sw
 program sizes and is run only when named.
 
 ``gpu_ms`` is a CUDA graph's replay, or, of what waits for the GPU and cannot be captured
-(``synchronizes``), the time between two events; ``host_ms`` is what a caller waits on an idle
+(``captured`` is false), the time between two events; ``host_ms`` is what a caller waits on an idle
 queue, from the call to the end of the work; ``enqueue_ms`` is that without waiting for the end.
 ``bound_ms`` is the time to move the bytes that must move at the copy bandwidth measured in the same
 run, or that of the matrix products at 790 TFLOP/s if it is longer; ``share`` is bound over gpu
-time. ``memory_mib`` is the peak above what was allocated
-before: outputs, saved tensors, temporaries, gradients. ``difference`` is the largest error on a few
-tokens, over the tensor's largest number. What writes to its arguments gets them back between calls,
-outside of the time, and ``overwrites_inputs``; in a graph it runs on what it wrote.
+time. ``memory_mib`` is the peak above what was allocated before: outputs, saved tensors,
+temporaries, gradients. ``difference`` is the largest error on a few tokens, over the tensor's
+largest number; ``no_difference`` says why there is none. What writes to its arguments gets them
+back between calls, outside of the time, and ``overwrites_inputs``; in a graph it runs on what it
+wrote.
 
 ``--peers DIR`` has folders ``liger``, ``cce`` and ``opake-patches``, of unpacked wheels.
 ``--smoke`` runs everything once on tiny inputs, on the CPU if need be (with TRITON_INTERPRET=1, for
@@ -44,6 +45,7 @@ import peers
 import torch
 from host import describe
 from kernel_calls import (
+    COMPILED,
     Passes,
     benchmark_call,
     bounds,
@@ -91,7 +93,7 @@ def times(op: Op, bench: Bench, names: list[str], bandwidth: float) -> Rows:
         small = small_case(op.reference, call)
         for name, functions in variants(op, names):
             row = {"op": op.name, "shape": shape.label, "variant": name}
-            case = None if name == "compile" else small  # not to compile it as well
+            case = COMPILED if name == "compile" else small
             rows.append(measured(bench, row, functions, call, least, case))
     return rows
 

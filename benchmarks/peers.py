@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from host import describe
 from kernel_calls import (
+    COMPILED,
     TINY,
     Passes,
     benchmark_call,
@@ -154,7 +155,7 @@ def run(peer: str, calls: dict[str, Any], bench: Bench, write: Callable[..., Non
             if peer == "compile":
                 torch._dynamo.reset()
             call = made(shape["call"], bench.device)
-            small = None if peer == "compile" else shape["small"]  # not to compile it as well
+            small = COMPILED if peer == "compile" else shape["small"]
             times.append(measured(bench, row, found, call, shape["bounds"], small))
         if found is not None:
             smallest = min(shapes, key=lambda x: x["size"])

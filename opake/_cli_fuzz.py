@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import random
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,8 @@ _ROUND = 25
 """Examples of one operator before it is another's turn, where time is what is given."""
 
 _EPILOG = """\
-exit status: 0 if nothing was found, 1 if a kernel is wrong, 2 if nothing could be run.
+exit status: 0 if nothing was found, 1 if a kernel is wrong, 2 if nothing could be run, 130 if it
+was interrupted.
 
 Without a GPU, kernels are interpreted on the CPU by Triton (about a hundred times slower)."""
 
@@ -61,7 +63,9 @@ def add_to(commands: Any) -> None:
         help="for all operators (default: 1); a failure is shrunk for at most a fifth of the "
         "time its process has, or 30 s, whichever is more",
     )
-    length.add_argument("--examples", type=_count, help="of each operator; shrinks without limit")
+    length.add_argument(
+        "--examples", type=_count, help="of each operator; a failure is shrunk for at most 30 s"
+    )
     parser.add_argument(
         "--jobs",
         type=_count,
@@ -103,6 +107,10 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
                 raise _Unusable(f"{package} is not installed: pip install opake[testing]")
         device = _device(options.device)
         return _fuzz(_chosen(options.ops), device, options)
+    except KeyboardInterrupt:
+        found = f"; what was found until then is in {options.json}" if options.json else ""
+        print(f"interrupted{found}", file=sys.stderr)
+        return 128 + signal.SIGINT
     except _Unusable as reason:
         parser.error(str(reason))
 

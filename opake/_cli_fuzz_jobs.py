@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -55,7 +57,7 @@ class Search(NamedTuple):
     @property
     def shrinking(self) -> float:
         """Seconds for which a failure may be shrunk."""
-        return math.inf if self.seconds is None else max(SHRINKING, self.seconds / 5)
+        return max(SHRINKING, (self.seconds or 0.0) / 5)
 
 
 def bar(seconds: float | None, examples: int) -> Any:
@@ -152,11 +154,24 @@ def _work(task: Task, connection: Connection) -> None:
     progress = _Sending(task, connection)
     try:
         take_turns(_chosen([task.op]), task.search, progress, lambda op: None)
-    except KeyboardInterrupt:
+        tally = progress.tallies[task.op]
+        tally.seconds = time.monotonic() - progress.started
+        connection.send(tally)
+    except BrokenPipeError:  # nobody is left to be told
         return
-    tally = progress.tallies[task.op]
-    tally.seconds = time.monotonic() - progress.started
-    connection.send(tally)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Start processes that ignore a terminal's interrupt, even while they import: we end them."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 class _Jobs:
@@ -175,10 +190,11 @@ class _Jobs:
             i, task = self.waiting.popleft()
             here, there = context.Pipe(duplex=False)
             process = context.Process(target=_work, args=(task, there), daemon=True)
-            process.start()
+            with _uninterrupted():
+                process.start()
+                self.running[here] = i, process
             # the other end has to be open in the process alone, or its death would not be seen
             there.close()
-            self.running[here] = i, process
         return bool(self.running)
 
     def receive(self) -> list[int]:
@@ -211,8 +227,9 @@ class _Jobs:
             self.tallies[i].failures.append(failure)
 
     def stop(self) -> None:
-        for connection, (_, process) in self.running.items():
+        for _, process in self.running.values():
             process.terminate()
+        for connection, (_, process) in self.running.items():
             process.join()
             connection.close()
 

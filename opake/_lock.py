@@ -1,6 +1,7 @@
 """The one lock of opake, which ``fork`` respects.
 
-It is held while slots are written and while opake's own modules are imported for the first time.
+It is held while slots are written, while opake's own modules are imported for the first time, and
+while Triton interprets a kernel.
 A fork waits for it, so a child never starts with half a scope or with an import lock whose owner
 is gone.
 """

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import kernel_oracle as oracle
 import pytest
 import torch
-from interpreter import needs_triton
+from interpreter import interpreted, needs_triton
 from kernel_memory import far
 from torch import Tensor
 from torch.func import vmap
@@ -73,8 +74,29 @@ for op in kernels.ops():
         wide = oracle.replaced(call, {i: found[i].float() for i in oracle.differentiable(call)})
         if kernels.should_run(op, *wide.args, **wide.kwargs)[0]:
             assert kernels.should_run(op, *args, **kwargs) == cuts
+            with torch.autocast("cpu", torch.bfloat16):
+                assert kernels.should_run(op, *wide.args, **wide.kwargs) == cuts
+            with torch.autocast("cpu", torch.float16):
+                assert kernels.should_run(op, *wide.args, **wide.kwargs)[0]
 """
     python(code, TRITON_INTERPRET="1")
+
+
+@interpreted
+def test_kernels_are_interpreted_in_several_threads() -> None:
+    """Triton's interpreter keeps one grid for all of them."""
+    x, weight = torch.randn(64, 32, requires_grad=True), torch.randn(32, requires_grad=True)
+
+    def once(_: int) -> tuple[Tensor, ...]:
+        out = kernels.rms_norm(x, weight)
+        return (out, *torch.autograd.grad(out.square().sum(), (x, weight)))
+
+    expected = once(0)
+    assert kernels.last_backend("rms_norm") == "triton"
+    with ThreadPoolExecutor(4) as threads:
+        for found in threads.map(once, range(24)):
+            for a, b in zip(found, expected, strict=True):
+                assert torch.equal(a, b)
 
 
 @needs_triton

@@ -543,13 +543,14 @@ def test_fuzz_outlives_a_kernel_that_ends_its_process(tmp_path: Path) -> None:
 
 
 @needs_triton
-def test_fuzz_ends_shrinking_in_time(tmp_path: Path) -> None:
+@pytest.mark.parametrize("length", [("--minutes", "0.2"), ("--examples", "200")])
+def test_fuzz_ends_shrinking_in_time(tmp_path: Path, length: tuple[str, str]) -> None:
     wait = "    import time; time.sleep(0.6 if x.dim() == 2 else 0)\n"
     code = WRONG.replace(
         '    record("planted", "triton")', wait + '    record("planted", "triton")'
     )
     short = "from opake import _cli_fuzz_jobs; _cli_fuzz_jobs.SHRINKING = 1.0"
-    argv = ("planted", "--minutes", "0.2", "--seed", "1")
+    argv = ("planted", *length, "--seed", "1")
     status, found, said = fuzzed(tmp_path, code, *argv, head=short)
     assert status == 1, said
     searched = found["ops"]["planted"]

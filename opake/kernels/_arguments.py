@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
 
-from opake.errors import InvalidType
+from opake.errors import InvalidArgument, InvalidType
 
-__all__ = ["number", "require_tensors"]
+__all__ = ["integer", "number", "require_tensors"]
 
 
 def require_tensors(**found: Any) -> None:
@@ -34,3 +34,18 @@ def number(name: str, x: Any) -> float:
     if not isinstance(x, Real):
         raise InvalidType(f"{name} is a number; found {type(x).__name__}")
     return float(x)
+
+
+def integer(name: str, x: Any) -> int:
+    """Return a whole number of 64 bits as a Python int.
+
+    Raises:
+        InvalidArgument: it has more bits.
+        InvalidType: it is none; a float would have to be cut off, and a tensor waited for.
+    """
+    if isinstance(x, bool) or not isinstance(x, Integral):
+        raise InvalidType(f"{name} is a whole number, an int; found {type(x).__name__}")
+    whole = int(x)
+    if not -(2**63) <= whole < 2**63:
+        raise InvalidArgument(f"{name} is an int of 64 bits; found {whole}")
+    return whole

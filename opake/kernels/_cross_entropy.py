@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from opake.errors import InvalidArgument, InvalidType
 from opake.kernels._cross_entropy_rows import bend, load_labels, loss_of, online, slope_of
 from opake.kernels._triton import find_group, jit, tl
 
@@ -18,8 +18,8 @@ __all__ = [
     "cross_entropy_fwd_kernel",
     "cross_entropy_reduce_kernel",
     "flags",
+    "nothing_is_nan",
     "numbers",
-    "validate",
 ]
 
 
@@ -64,43 +64,12 @@ def count(
     used = valid & (labels >= 0) & (labels < classes)
     each = class_weight.to(dtype).expand(*labels.shape, -1)
     chosen = each.gather(-1, labels.masked_fill(~used, 0).long().unsqueeze(-1)).squeeze(-1)
-    return chosen.masked_fill(~used, 0.0).sum()
+    return nothing_is_nan(chosen.masked_fill(~used, 0.0).sum())
 
 
-def validate(
-    logits: Tensor,
-    labels: Tensor,
-    class_weight: Tensor | None,
-    reduction: str,
-    label_smoothing: float,
-    softcap: float | None,
-    num_items: float | Tensor | None,
-) -> None:
-    """Refuse what :func:`opake.kernels.cross_entropy` says it does."""
-    if not logits.dim() or not logits.shape[-1]:
-        raise InvalidArgument(f"logits are (..., V) with V > 0; found {tuple(logits.shape)}")
-    if labels.dtype not in (torch.int32, torch.int64):
-        raise InvalidType(f"labels are int32 or int64; found {labels.dtype}")
-    if labels.shape != logits.shape[:-1]:
-        shapes = f"{tuple(logits.shape)} and {tuple(labels.shape)}"
-        raise InvalidArgument(f"logits are (..., V) and labels (...); found {shapes}")
-    if class_weight is not None and class_weight.shape != logits.shape[-1:]:
-        raise InvalidArgument(
-            f"class_weight has one number for each of {logits.shape[-1]} classes; "
-            f"found {tuple(class_weight.shape)}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise InvalidArgument(f"reduction is 'mean', 'sum' or 'none'; found {reduction!r}")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise InvalidArgument(f"label_smoothing is in [0, 1]; found {label_smoothing}")
-    if softcap is not None and not softcap > 0:
-        raise InvalidArgument(f"softcap is positive or None; found {softcap}")
-    if num_items is None:
-        return
-    if reduction != "mean":
-        raise InvalidArgument(f"num_items is what a mean divides by; found {reduction!r}")
-    if isinstance(num_items, Tensor) and num_items.dim():
-        raise InvalidArgument(f"num_items is one number; found {tuple(num_items.shape)}")
+def nothing_is_nan(total: Tensor) -> Tensor:
+    """A sum of weights to divide by: over none, PyTorch's mean is NaN, smoothed or not."""
+    return total.masked_fill(total == 0, math.nan)
 
 
 @jit
@@ -217,10 +186,12 @@ def cross_entropy_reduce_kernel(  # type: ignore[no-untyped-def]
                 count += tl.where(ignored, 0.0, 1.0)
     if counted:
         divisor = tl.sum(count, 0)
+        divisor = tl.where(divisor == 0.0, float("nan"), divisor)
     if items_ptr is not None:
         divisor = tl.load(items_ptr + group * items_group).to(tl.float32)
     tl.store(out_ptr + group, tl.sum(total, 0) / divisor)
-    tl.store(share_ptr + group, 1.0 / divisor)
+    # Not the number 1.0: of two numbers, interpreted, Python would refuse to divide by zero.
+    tl.store(share_ptr + group, tl.full((), 1.0, tl.float32) / divisor)
 
 
 @jit

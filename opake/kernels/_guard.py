@@ -144,12 +144,18 @@ def _here(device: torch.device, found: list[Tensor]) -> Decision:
     if device.type == "cuda" and not torch.cuda._is_in_bad_fork():
         return _on_device(device)  # initialized, as there is a tensor
     here = available(device)
-    if here[0] and device.type == "cpu" and any(x.dtype == torch.bfloat16 for x in found):
+    if here[0] and device.type == "cpu" and _bfloat16(found):
         from opake.kernels._triton import interprets_bfloat16
 
         if not interprets_bfloat16():
             return False, "Triton's interpreter does not round to bfloat16"
     return here
+
+
+def _bfloat16(found: list[Tensor]) -> bool:
+    """Tell whether kernels on the CPU would compute in it: autocast casts behind the guard."""
+    cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return cast or any(x.dtype == torch.bfloat16 for x in found)
 
 
 def _unlike(found: list[Tensor], device: torch.device) -> str:

@@ -205,13 +205,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
     """Write ``a @ b``, or add it, for stacks of matrices; those of ``b`` may be one for all."""
     if b.shape[0] == 1:
         a, b, out = a.reshape(-1, a.shape[-1]), b[0], out.view(-1, out.shape[-1])
-    if out.dtype == a.dtype:
-        if a.dim() == 2:
-            torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-        else:
-            torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
-        return
-    if a.device.type == "cuda":
+    if out.dtype != a.dtype and a.device.type == "cuda":
         aten = torch.ops.aten
         if add:
             function = aten.addmm if a.dim() == 2 else aten.baddbmm
@@ -220,8 +214,12 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> None:
             function = aten.mm if a.dim() == 2 else aten.bmm
             function.dtype_out(a, b, out.dtype, out=out)
         return
-    found = a.to(out.dtype) @ b.to(out.dtype)
-    out.add_(found) if add else out.copy_(found)
+    # Autocast, which may be on in a backward pass too, leaves alone what is told where to write.
+    a, b = a.to(out.dtype), b.to(out.dtype)
+    if a.dim() == 2:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    else:
+        torch.baddbmm(out, a, b, out=out) if add else torch.bmm(a, b, out=out)
 
 
 class _Sums:
@@ -310,6 +308,7 @@ def backward(
     tokens = Tokens(batch, options, tensors, apart=apart, plain=plain)
     by = grad.reshape(tokens.shape)
     scaled = [True, uniform, uniform]
+    kept = [formed is not None, False, False]  # for another backward pass
     if any(missing):
         # As in the forward pass, so that a second backward pass finds the same to the last bit.
         share = tokens.share if uniform else tokens.share * by
@@ -318,13 +317,15 @@ def backward(
         found = _recompute(tokens, missing, share, stats, wide=uniform)
         made = [new if miss else x for new, miss, x in zip(found, missing, made, strict=True)]
     out: list[Tensor | None] = []
-    for x, like, want, multiply in zip(made, (hidden, weight, bias), asked, scaled, strict=True):
+    likes = (hidden, weight, bias)
+    for x, like, want, times, keep in zip(made, likes, asked, scaled, kept, strict=True):
         if not want:
             out.append(None)
             continue
-        if multiply:
-            rows = tokens.x.shape[-1] if like is hidden else x.numel()
-            x = _scaled(x.contiguous(), by.reshape(-1), rows, like.dtype, plain=plain)
+        if times:
+            cols = tokens.x.shape[-1] if like is hidden else x.numel()
+            flat = by.reshape(-1)
+            x = _scaled(x.contiguous(), flat, cols, like.dtype, keep=keep, plain=plain)
         out.append(x.to(like.dtype).view(like.shape))
     return out[0], out[1], None, out[2], None, None
 
@@ -369,10 +370,12 @@ def _scale_kernel(  # type: ignore[no-untyped-def]
 SCALE = Launch(_scale_kernel, {"": Tile(4096, 8)}, [Tile(2048, 4), Tile(4096, 8), Tile(8192, 8)])
 
 
-def _scaled(x: Tensor, by: Tensor, cols: int, dtype: torch.dtype, *, plain: bool) -> Tensor:
-    """Multiply ``x``, contiguous, row by row of ``cols``, in place where it is large and ours."""
+def _scaled(
+    x: Tensor, by: Tensor, cols: int, dtype: torch.dtype, *, keep: bool, plain: bool
+) -> Tensor:
+    """Multiply ``x``, contiguous, row by row of ``cols``, in place where it is large."""
     whole = cols == x.numel()
-    in_place = whole and x.dtype == dtype and x.numel() * x.element_size() > _WIDE
+    in_place = not keep and whole and x.dtype == dtype and x.numel() * x.element_size() > _WIDE
     out = x if in_place else torch.empty_like(x, dtype=dtype)
     if not x.numel():
         return out

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opake._lock import LOCK
 from opake.kernels._guard import apart, architecture
 
 try:
@@ -105,7 +106,8 @@ class Launch:
     def _interpret(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         import numpy as np
 
-        with np.errstate(all="ignore"), warnings.catch_warnings():  # nor do GPUs warn
+        # Triton's interpreter has one grid and one patched language for all threads.
+        with LOCK, np.errstate(all="ignore"), warnings.catch_warnings():  # nor do GPUs warn
             warnings.simplefilter("ignore", RuntimeWarning)
             self.kernel[grid](*args)
 
@@ -176,7 +178,8 @@ def interprets_bfloat16() -> bool:
     def rounds() -> bool:
         x = torch.tensor([1.999])
         out = torch.empty(1, dtype=torch.bfloat16)
-        _to_bfloat16_kernel[(1,)](x, out)
+        with LOCK:
+            _to_bfloat16_kernel[(1,)](x, out)
         return torch.equal(out, x.bfloat16())
 
     return apart(rounds)

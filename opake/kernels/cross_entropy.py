@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from opake.kernels._arguments import number, require_tensors
+from opake.kernels._arguments import require_tensors
 from opake.kernels._autograd import Gradients, fused_function
-from opake.kernels._bounds import check_indices
-from opake.kernels._cross_entropy import Options, validate
+from opake.kernels._cross_entropy import Options, nothing_is_nan
+from opake.kernels._cross_entropy_arguments import settled
 from opake.kernels._cross_entropy_launch import (
     BACKWARD,
     FORWARD,
@@ -71,7 +70,9 @@ def cross_entropy_reference(
         return total
     if isinstance(num_items, Tensor):
         num_items = num_items.to(total.dtype)
-    return total / (count.sum() if num_items is None else num_items)
+    if num_items is not None:
+        return total / num_items
+    return total / (count.sum() if class_weight is None else nothing_is_nan(count.sum()))
 
 
 # ---- launchers
@@ -201,21 +202,10 @@ def cross_entropy(
     Compiled, a label outside of [0, V) makes its token's loss NaN on the CPU too.
     """
     require_tensors(logits=logits, labels=labels)
-    label_smoothing = number("label_smoothing", label_smoothing)
-    softcap = None if softcap is None else number("softcap", softcap)
-    logit_scale, z_loss = number("logit_scale", logit_scale), number("z_loss", z_loss)
-    if not isinstance(num_items, (Tensor, NoneType)):
-        num_items = number("num_items", num_items)
-    validate(logits, labels, class_weight, reduction, label_smoothing, softcap, num_items)
-    ignore_index = int(number("ignore_index", ignore_index))
-    if labels.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
-        labels = labels.long()
-    check_indices("labels", labels, logits.shape[-1], ignore_index)
-    if isinstance(num_items, Tensor) and num_items.device != logits.device:
-        num_items = num_items.to(logits.device, non_blocking=True)
-    result: Tensor = CROSS_ENTROPY(
-        logits,
+    labels, options = settled(
+        logits.shape,
         labels,
+        logits.device,
         class_weight=class_weight,
         ignore_index=ignore_index,
         reduction=reduction,
@@ -225,6 +215,7 @@ def cross_entropy(
         z_loss=z_loss,
         num_items=num_items,
     )
+    result: Tensor = CROSS_ENTROPY(logits, labels, **options)
     return result
 
 

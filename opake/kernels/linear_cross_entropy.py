@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from types import NoneType
+import math
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from opake.errors import InvalidArgument, InvalidType
+from opake.errors import InvalidArgument
 from opake.kernels import _linear_cross_entropy_tiled as tiled
-from opake.kernels._arguments import number, require_tensors
+from opake.kernels._arguments import integer
 from opake.kernels._autograd import fused_function, transformed
-from opake.kernels._bounds import check_indices
 from opake.kernels._cross_entropy import Options as LossOptions
-from opake.kernels._cross_entropy import count, validate
+from opake.kernels._cross_entropy import count
 from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._guard import tensors
 from opake.kernels._linear_cross_entropy import (
@@ -30,6 +29,7 @@ from opake.kernels._linear_cross_entropy import (
     formable,
     forward,
 )
+from opake.kernels._linear_cross_entropy_arguments import autocast, checked
 from opake.kernels._op import Op, register
 from opake.kernels.cross_entropy import cross_entropy_reference
 
@@ -78,12 +78,6 @@ def _shares(
     return cross_entropy_reference(logits, labels, class_weight=class_weight, **loss) * share
 
 
-def _autocast(device: str) -> torch.dtype | None:
-    """What a linear layer computes in there under autocast; but fp64 stays what it is."""
-    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None
-
-
 def _function(plain: bool) -> Any:
     return fused_function(
         "linear_cross_entropy",
@@ -114,19 +108,22 @@ def _loss(
     loss = LossOptions(**chosen, reduction="none")
     if shift:
         labels = _shifted(labels, loss.ignore_index)
-    dtype = _autocast(hidden.device.type)
+    dtype = autocast(hidden.device.type)
     if dtype is not None and hidden.dtype != torch.float64:
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     share = torch.ones((), dtype=dtype, device=hidden.device)
-    divisor = num_items
+    divisor = num_items.to(dtype) if isinstance(num_items, Tensor) else num_items
     if reduction == "mean" and num_items is None:
         divisor = count(labels, class_weight, loss.ignore_index, weight.shape[-2], dtype)
     # A divisor that is trained divides in the end.
     late = isinstance(divisor, Tensor) and divisor.requires_grad
     if divisor is not None and not late:
         share = share / divisor
+    maybe_zero = isinstance(num_items, Tensor) or num_items == 0
+    if maybe_zero and not late:  # an ignored token's loss stays zero
+        share = share.where(labels != loss.ignore_index, 1.0)
     forms = forms and torch.is_grad_enabled() and formable(hidden.dtype)
     whole = forms and reduction != "none" and not transformed()
     asked = (
@@ -141,7 +138,9 @@ def _loss(
     if reduction == "none":
         return found[..., :-1] if shift else found
     found = found.sum()
-    return found if divisor is None or not late else found / divisor
+    if divisor is not None and late:
+        return found / divisor
+    return found.masked_fill((found == 0) & (divisor == 0), math.nan) if maybe_zero else found
 
 
 _kernels, _chunks = _function(plain=False), _function(plain=True)
@@ -156,12 +155,28 @@ _tiles = fused_function(
 )
 
 
-def tiled_linear_cross_entropy(*args: Any, tile: int, **kwargs: Any) -> Tensor:
+def tiled_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    tile: int,
+    shift: bool = False,
+    **options: Any,
+) -> Tensor:
     """:func:`linear_cross_entropy` without kernels, ``tile`` columns of the vocabulary at a time.
 
     A product of matrices more than by chunks of tokens, in memory that does not depend on V.
+    Compiled, all logits are computed at once.
     """
-    return _loss(_tiles, *args, memory_budget=tile, forms=False, **kwargs)
+    if integer("tile", tile) < 1:
+        raise InvalidArgument(f"tile is a number of columns; found {tile}")
+    labels, options = checked(hidden, weight, labels, bias, None, shift=shift, **options)
+    if torch.compiler.is_compiling():
+        return linear_cross_entropy_reference(hidden, weight, labels, bias, shift=shift, **options)
+    options |= {"memory_budget": tile, "forms": False}
+    return _loss(_tiles, hidden, weight, labels, bias, shift=shift, **options)
 
 
 def _fused(*args: Any, **kwargs: Any) -> Tensor:
@@ -238,31 +253,16 @@ def linear_cross_entropy(
 
     Under ``vmap`` the examples' tokens are computed together if they share the head, of which no
     copies are made; the gradients of a head that is trained come back for each example. Where no
-    kernel can run, plain PyTorch computes the same chunks.
+    kernel can run, plain PyTorch computes the same chunks. Compiled, a label outside of [0, V)
+    makes its token's loss NaN on the CPU too.
     """
-    require_tensors(hidden=hidden, weight=weight, labels=labels)
-    label_smoothing = number("label_smoothing", label_smoothing)
-    softcap = None if softcap is None else number("softcap", softcap)
-    logit_scale, z_loss = number("logit_scale", logit_scale), number("z_loss", z_loss)
-    if not isinstance(num_items, (Tensor, NoneType)):
-        num_items = number("num_items", num_items)
-    _check(hidden, weight, labels, bias, shift, memory_budget)
-    logits = hidden.new_empty(()).expand(*hidden.shape[:-1], weight.shape[0])
-    validate(logits, labels, class_weight, reduction, label_smoothing, softcap, num_items)
-    ignore_index = int(number("ignore_index", ignore_index))
-    if labels.dtype == torch.int32 and not -(2**31) <= ignore_index < 2**31:
-        labels = labels.long()
-    compared = labels[..., 1:] if shift else labels
-    check_indices("labels", compared, weight.shape[0], ignore_index)
-    if isinstance(num_items, Tensor) and num_items.device != hidden.device:
-        num_items = num_items.to(hidden.device, non_blocking=True)
-    result: Tensor = LINEAR_CROSS_ENTROPY(
+    labels, options = checked(
         hidden,
         weight,
         labels,
         bias,
+        memory_budget,
         shift=shift,
-        memory_budget=memory_budget,
         class_weight=class_weight,
         ignore_index=ignore_index,
         reduction=reduction,
@@ -272,42 +272,10 @@ def linear_cross_entropy(
         z_loss=z_loss,
         num_items=num_items,
     )
+    result: Tensor = LINEAR_CROSS_ENTROPY(
+        hidden, weight, labels, bias, shift=shift, memory_budget=memory_budget, **options
+    )
     return result
-
-
-def _check(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None,
-    shift: bool,
-    memory_budget: int | None,
-) -> None:
-    found = f"found {tuple(hidden.shape)} and {tuple(weight.shape)}"
-    if weight.dim() != 2 or not hidden.dim() or hidden.shape[-1] != weight.shape[1]:
-        raise InvalidArgument(f"hidden is (..., S, H) and weight (V, H); {found}")
-    if not weight.shape[0]:
-        raise InvalidArgument(f"weight has a row for each of V > 0 classes; {found}")
-    if labels.shape != hidden.shape[:-1]:
-        shapes = f"{tuple(hidden.shape)} and {tuple(labels.shape)}"
-        raise InvalidArgument(f"hidden is (..., S, H) and labels (..., S); found {shapes}")
-    if shift and (hidden.dim() < 2 or not hidden.shape[-2]):
-        raise InvalidArgument(f"shift needs a token, hidden (..., S, H); {found}")
-    if bias is not None:
-        require_tensors(bias=bias)
-        if bias.shape != weight.shape[:1]:
-            raise InvalidArgument(f"bias is ({weight.shape[0]},); found {tuple(bias.shape)}")
-    dtypes = {x.dtype for x in (hidden, weight, bias) if x is not None}
-    cast = _autocast(hidden.device.type) is not None and torch.float64 not in dtypes
-    if (len(dtypes) > 1 and not cast) or not all(x.is_floating_point for x in dtypes):
-        names = ", ".join(sorted(map(str, dtypes)))
-        raise InvalidType(
-            f"hidden, weight and bias have one floating-point dtype; found {names}: cast the head, "
-            "or use torch.autocast"
-        )
-    whole = isinstance(memory_budget, int) and not isinstance(memory_budget, bool)
-    if memory_budget is not None and not (whole and memory_budget > 0):
-        raise InvalidArgument(f"memory_budget is a number of bytes; found {memory_budget!r}")
 
 
 # ---- registration
