@@ -134,6 +134,71 @@ def test_adapters_wider_than_the_base_are_rounded_once() -> None:
     assert (found != expected).float().mean() < 0.02  # sums of fp32 that lie between two numbers
 
 
+@pytest.mark.parametrize("rank", [4, 17])
+@pytest.mark.parametrize("scale", [64.0, 2.0**-14], ids=["large", "small"])
+@ops
+@interpreted
+def test_scales_leave_fp16_where_those_of_peft_do(name: str, scale: float, rank: int) -> None:
+    """``scale (x A^T)`` would be infinite, or next to nothing; ``scale ((x A^T) B^T)`` is not."""
+    call = made(name, rank, torch.float16)
+    large, small = (2.0**10, 2.0**-16) if scale > 1 else (2.0**-8, 2.0**8)
+    with_a, with_b = (lambda y: y * large), (lambda y: y * small)
+    call = K.Call(_changed(call.args, 1, with_a, with_b, scale))
+    assert oracle.assert_right(OPS[name], call)
+
+
+def _changed(args: tuple[Any, ...], first: int, *given: Any) -> tuple[Any, ...]:
+    """Arguments with every A and B passed through functions, and another scale."""
+    if isinstance(args[first], tuple):
+        return (args[0], *(_changed(y, 0, *given) for y in args[first:]))
+    with_a, with_b, scale = given
+    a, b, _, *bias = args[first + 1 :]
+    return (*args[: first + 1], with_a(a), with_b(b), scale, *bias)
+
+
+@ops
+@interpreted
+def test_what_a_scale_of_zero_does_not_hide(name: str) -> None:
+    """PEFT multiplies by it, and zero times infinity is no number."""
+
+    def first(y: Tensor) -> Tensor:
+        return y.index_fill(0, torch.tensor(0), float("inf"))
+
+    for with_a, with_b in ((first, torch.clone), (torch.clone, first)):
+        call = K.Call(_changed(made(name).args, 1, with_a, with_b, 0.0))
+        outs = oracle.outputs(OPS[name].function(*call.args))
+        assert oracle.fused(OPS[name])
+        expected = oracle.outputs(OPS[name].reference(*call.args))
+        for out, other in zip(outs, expected, strict=True):
+            assert other.isnan().any()
+            assert torch.equal(out.isnan(), other.isnan())
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@ops
+@interpreted
+def test_gradients_are_dense(name: str, count: int) -> None:
+    """Optimizers that go over lists of tensors are slow on others, and flatten them by views."""
+    call = made(name)
+    several = [lambda y: (y,) * count] * 2
+    call = K.Call(_changed(call.args, 1, *several, (0.5, -2.0)[:count]))
+    found = {k: x for k, x in oracle.tensors(call).items() if k != 0}
+
+    def loss(values: list[Tensor], x: Tensor) -> Tensor:
+        here = oracle.replaced(call, {0: x, **dict(zip(found, values, strict=True))})
+        return sum(y.square().sum() for y in oracle.outputs(OPS[name].function(*here.args)))
+
+    values = [x.clone().requires_grad_() for x in found.values()]
+    grads = torch.autograd.grad(loss(values, call.args[0]), values)
+    assert oracle.fused(OPS[name])
+    each = vmap(grad(loss), (None, 0))(list(found.values()), torch.stack([call.args[0]] * 3))
+    assert oracle.fused(OPS[name])
+    assert all(g.is_contiguous() for g in (*grads, *each))
+
+
 # ---- what is not computed
 
 

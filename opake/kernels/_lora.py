@@ -30,6 +30,7 @@ __all__ = [
     "layer",
     "project",
     "random_adapted",
+    "runs",
     "unflat",
 ]
 
@@ -214,6 +215,19 @@ def dims_of(layers: Sequence[Adapted]) -> list[tuple[int, int]]:
     for this in layers:
         ends.append(ends[-1] + sum(b.shape[-1] for b in this.B))
     return list(pairwise(ends))
+
+
+def runs(layer: Adapted) -> list[tuple[float, int, int]]:
+    """The layer's scales, and from where to where its ranks have each; none twice in a row."""
+    found: list[tuple[float, int, int]] = []
+    last = 0
+    for scale, b in zip(layer.scales, layer.B, strict=True):
+        first, last = last, last + b.shape[-1]
+        if found and found[-1][0] == scale:
+            found[-1] = (scale, found[-1][1], last)
+        elif last > first:
+            found.append((scale, first, last))
+    return found
 
 
 # ---- examples and benchmarks

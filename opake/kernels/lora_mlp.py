@@ -90,7 +90,8 @@ def _reference(options: Options, *tensors: Any) -> Tensor:
 
 def _within(layers: list[Adapted]) -> bool:
     """Whether the kernels add the adapters of gate and up, each time anew."""
-    return max(last - first for first, last in lora.dims_of(layers)) <= LONGEST
+    longest = max(last - first for first, last in lora.dims_of(layers))
+    return longest <= LONGEST and all(len(lora.runs(layer)) < 2 for layer in layers)
 
 
 def _added(
@@ -100,7 +101,9 @@ def _added(
     if not _within(layers):
         return None, None
     gate, up = (
-        LowRank(left[..., first:last], upper(batch, layer)) if last > first else None
+        LowRank(left[..., first:last], upper(batch, layer), lora.runs(layer)[0][0])
+        if last > first
+        else None
         for layer, (first, last) in zip(layers, lora.dims_of(layers), strict=True)
     )
     return gate, up
