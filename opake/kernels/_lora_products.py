@@ -190,7 +190,7 @@ def _raise(batch: int, low: Tensor, layer: Adapted, bias: Tensor | None) -> Tens
 def _add_adapters(batch: int, out: Tensor, low: Tensor, layer: Adapted) -> None:
     """Add what a layer's adapters make of their ``x A^T``, rounded as often as PEFT rounds it."""
     right, found = upper(batch, layer), runs(layer)
-    if len(found) > 1 and low.dtype != out.dtype:
+    if len(found) > 1 and out.dtype not in (low.dtype, torch.float32):
         parts = [low[..., a:b].to(torch.float32) * scale for scale, a, b in found]
         low, found = torch.cat(parts, -1), [(1.0, 0, low.shape[-1])]
     for scale, a, b in found:
