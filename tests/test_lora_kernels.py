@@ -294,6 +294,68 @@ def test_the_gradient_of_an_input_is_computed_where_asked(name: str) -> None:
     assert counts[0] < counts[1]
 
 
+KEPT = {
+    "input": lambda k: k == 0,
+    "A": lambda k: adapter(k) and not _is_b(k),
+    "A and B": adapter,
+    "all": lambda k: k == 0 or adapter(k),
+    "biases": lambda k: k in (5, (1, 4), (2, 4), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("trained", KEPT)
+@ops
+@interpreted
+def test_what_no_gradient_needs_is_not_kept(name: str, trained: str) -> None:
+    op, call = OPS[name], made(name)
+    found = {k: x.clone() for k, x in oracle.tensors(call).items()}
+    for k in filter(KEPT[trained], found):
+        found[k].requires_grad_()
+    kept = []
+    for function in (op.function, op.reference):
+        values = {**found, 0: found[0] * 1}  # an activation, which lives no longer than its graph
+        sizes = _kept(function, oracle.replaced(call, values), values)
+        kept.append(sum(sizes))
+    assert oracle.fused(op)
+    assert kept[0] <= kept[1] + 8 * len(found)
+
+
+def _kept(function: Callable[..., Any], call: K.Call, values: dict[Any, Tensor]) -> list[int]:
+    """Bytes of what is kept for a backward pass beside parameters."""
+    parameters = {x.untyped_storage().data_ptr() for k, x in values.items() if k != 0}
+    sizes: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        outs = function(*call.args)
+    assert outs is not None
+    return list(sizes.values())
+
+
+@ops
+@interpreted
+def test_the_gradient_of_an_input_has_derivatives(name: str) -> None:
+    """Those of the other tensors, too, while the input alone had a gradient at first."""
+    op, call = OPS[name], made(name)
+    keys = [k for k in oracle.tensors(call) if k != 0]
+    values = [oracle.tensors(call)[k] for k in keys]
+
+    def loss(values: list[Tensor], x: Tensor, function: Any) -> Tensor:
+        here = oracle.replaced(call, {0: x, **dict(zip(keys, values, strict=True))})
+        return sum(y.square().sum() for y in oracle.outputs(function(*here.args)))
+
+    def steep(values: list[Tensor], function: Any) -> Tensor:
+        return grad(loss, 1)(values, call.args[0], function).square().sum()
+
+    ours, theirs = (grad(steep)(values, f) for f in (op.function, op.reference))
+    assert error(ours, theirs) <= 1e-5
+
+
 # ---- arguments
 
 

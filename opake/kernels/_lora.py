@@ -27,6 +27,7 @@ __all__ = [
     "draw_adapted",
     "fits",
     "flat",
+    "keeps",
     "layer",
     "project",
     "random_adapted",
@@ -207,6 +208,20 @@ def unflat(options: Options, tensors: Sequence[Any]) -> tuple[Any, list[Adapted]
         layers.append(Adapted(weight, bias, a, b, scales))
         at += 2 + 2 * n
     return x, layers
+
+
+def keeps(options: Options, wanted: Sequence[bool]) -> list[bool]:
+    """Of which tensors, and of the ``x A^T``, gradients of linear layers need more than the shape.
+
+    Those of B need A and the input when they are differentiated again.
+    """
+    want_x, wants = unflat(options, wanted)
+    some_b = any(want for this in wants for want in this.B)
+    small = [want for this in wants for want in (this.weight, *this.A)]
+    found = [some_b or any(small)]
+    for this in wants:
+        found += (want_x, True, *(True for _ in (*this.A, *this.B)))
+    return [*found, some_b]
 
 
 def dims_of(layers: Sequence[Adapted]) -> list[tuple[int, int]]:

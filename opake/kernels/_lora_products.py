@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opake.kernels._layout import grouped
-from opake.kernels._lora import Adapted, dims_of, runs
+from opake.kernels._lora import Adapted, Options, dims_of, keeps, runs
 from opake.kernels._lora_launch import LONGEST, LowRank, accumulate
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "project",
     "pull",
     "raised",
+    "read",
     "stacked",
     "unadapted",
     "upper",
@@ -60,11 +61,25 @@ def matrices(w: Tensor, batch: int) -> Tensor:
     return w.reshape(sizes.numel(), *w.shape[batch:])
 
 
-def by_rows(x: Tensor, batch: int) -> Tensor:
-    """(G, N, columns) of (batch dimensions, any dimensions, columns)."""
+def by_rows(x: Tensor, batch: int, read: bool = True) -> Tensor:
+    """(G, N, columns) of (batch dimensions, any dimensions, columns).
+
+    Not dense where only its shape is of interest.
+    """
+    if not read:
+        outer = x.shape[:-1]
+        return x.reshape(outer[:batch].numel(), outer[batch:].numel(), x.shape[-1])
     if not batch and x.is_contiguous():
         return x.view(1, -1, x.shape[-1]) if x.shape[-1] else x.reshape(1, x.shape[:-1].numel(), 0)
     return grouped(x, batch)
+
+
+def read(
+    batch: int, options: Options, wanted: Sequence[bool], x: Tensor, left: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The input and the ``x A^T`` by rows, dense where gradients of linear layers need them."""
+    flags = keeps(options, wanted)
+    return by_rows(x, batch, flags[0]), by_rows(left, batch, flags[-1])
 
 
 def packed(parts: Sequence[Tensor], dim: int) -> Tensor:

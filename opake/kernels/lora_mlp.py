@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,10 +126,11 @@ def _bwd(
 ) -> Gradients:
     x, (*both, down) = lora.unflat(options, tensors)
     want_x, (*wants, want) = lora.unflat(options, wanted)
-    gate, up, left, last = (by_rows(y, batch) for y in saved)
+    flags = _keeps(options, wanted)[-len(saved) :]
+    gate, up, left, last = (by_rows(y, batch, z) for y, z in zip(saved, flags, strict=True))
     grad = by_rows(grads[0], batch)
     plus = _added(batch, both, left)
-    inner = want_x or any(y for this in wants for y in (*this[:2], *this.A, *this.B))
+    inner = _inner(want_x, wants)
     pulled = raised(batch, [grad], [down], last) if inner or any(want.A) else None
     more, first = None, False
     if pulled is not None and pulled.shape[-1]:
@@ -160,7 +162,18 @@ def _bwd(
     return (None if dx is None else dx.view(x.shape), *others, *of_down)
 
 
-_function = fused_function("lora_mlp", _reference, _fwd, _bwd, saved=4, rows=(0,))
+def _inner(want_x: bool, wants: list[Adapted]) -> bool:
+    """Whether a gradient is wanted that comes through what was hidden."""
+    return want_x or any(y for this in wants for y in (*this[:2], *this.A, *this.B))
+
+
+def _keeps(options: Options, wanted: Sequence[bool]) -> list[bool]:
+    want_x, (*wants, want) = lora.unflat(options, wanted)
+    hidden = _inner(want_x, wants) or want.weight or any(want.A)
+    return [*(True for _ in wanted), hidden, hidden, hidden, any(want.B)]
+
+
+_function = fused_function("lora_mlp", _reference, _fwd, _bwd, saved=4, rows=(0,), keeps=_keeps)
 
 
 def _fused(x: Tensor, gate: Layer, up: Layer, down: Layer, *, activation: str = "silu") -> Any:

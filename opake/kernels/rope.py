@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -137,7 +138,12 @@ def _reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-_kernels = fused_function("rope", _reference, _fwd, _bwd, outputs=2, shapes=(0, 1))
+def _keeps(options: Options, wanted: Sequence[bool]) -> list[bool]:
+    tables = any(wanted[2:])
+    return [tables, tables, True, True, True]
+
+
+_kernels = fused_function("rope", _reference, _fwd, _bwd, outputs=2, keeps=_keeps)
 
 
 def _fused(
