@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import kernel_oracle as oracle
+import numpy as np
 import pytest
 import torch
 from interpreter import interpreted
@@ -403,6 +404,11 @@ REFUSED = {
     "a bias that is no tensor": ((W, A, B, 1.0, 0.0), InvalidType, "float"),
     "a weight of another width": ((W[:, 1:], A, B, 1.0), InvalidArgument, "(6, 7)"),
     "a weight of three dimensions": ((W[None], A, B, 1.0), InvalidArgument, "(1, 6, 8)"),
+    "A of another dtype than B": ((W, A.double(), B, 1.0), InvalidType, "A torch.float64"),
+    "a bias of another dtype": ((W, A, B, 1.0, W[:, 0].half()), InvalidType, "bias torch.float16"),
+    "a weight of another dtype": ((W.half(), A, B, 1.0), InvalidType, "weight torch.float16"),
+    "adapters of integers": ((W, A.long(), B.long(), 1.0), InvalidType, "A torch.int64"),
+    "complex adapters": ((W, A * 1j, B * 1j, 1.0), InvalidType, "A torch.complex64"),
     "a weight that is none": ((None, A, B, 1.0), InvalidType, "NoneType"),
 }
 
@@ -419,6 +425,47 @@ def test_what_is_refused(what: str) -> None:
     with pytest.raises(error, match=re.escape(names)):
         lora_mlp(x, right, given, (torch.ones(8, 6), None, None, 1.0))
     lora_linear(x, *right)  # the same with nothing wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_only_floating_tensors_are_multiplied(dtype: torch.dtype) -> None:
+    x, *given = (y.to(dtype) if isinstance(y, Tensor) else y for y in (W, W, A, B, 1.0))
+    with pytest.raises(InvalidType, match=str(dtype)):
+        lora_linear(x, *given)
+
+
+def test_autocast_makes_dtypes_one() -> None:
+    x, both = torch.ones(3, 8), (A, B.half())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lora_linear(x.half(), W, *both, 1.0).dtype == torch.bfloat16
+        down = (W.t(), B.t(), A.t().half(), 1.0)
+        assert lora_mlp(x, (W, *both, 1.0), (W, *both, 1.0), down).dtype == torch.bfloat16
+        with pytest.raises(InvalidType, match=r"x torch.float64"):
+            lora_linear(x.double(), W, A, B, 1.0)
+
+
+@pytest.mark.parametrize(
+    "scale", [2, True, np.float32(0.5), np.float64(0.5), np.int64(2)], ids=repr
+)
+def test_scales_are_numbers_of_any_kind(scale: Any) -> None:
+    x, expected = torch.randn(3, 8), float(scale)
+    plain = lora_linear(x, W, A, B, expected)
+    assert torch.equal(lora_linear(x, W, A, B, scale), plain)
+    compiled = torch.compile(lora_linear, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, W, A, B, scale), plain)
+
+
+@ops
+def test_nested_inputs_are_computed_one_by_one(name: str) -> None:
+    x, *given = made(name).args
+    if name == "lora_linear":
+        given[-1] = None
+    parts = [x[0], x[1, :3]]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    outs = oracle.outputs(OPS[name].function(nested, *given))
+    for k, part in enumerate(parts):
+        expected = oracle.outputs(OPS[name].function(part, *given))
+        oracle.assert_all_close([y.unbind()[k] for y in outs], expected)
 
 
 def test_what_else_is_refused() -> None:
@@ -471,6 +518,22 @@ def test_published_names() -> None:
     oracle.assert_all_close(default, lora_mlp(x, *bare))
     with pytest.raises(InvalidArgument, match="relu"):
         published.opake_lora_mlp(x, *flat, activation="relu")
+
+
+@pytest.mark.parametrize("bad", [[1.0], 1, "A"], ids=repr)
+def test_published_names_refuse_what_is_no_tensor(bad: Any) -> None:
+    x, mine = torch.ones(3, 8), (W, A.t(), B.t(), 1.0)
+    for k in (1, 2):
+        wrong = (*mine[:k], bad, *mine[k + 1 :])
+        for function, layers in (
+            (published.opake_lora_w, wrong),
+            (published.opake_lora_qkv, (*mine, *wrong, *mine)),
+            (published.opake_lora_mlp, (*mine, *mine, *wrong)),
+        ):
+            with pytest.raises(InvalidType, match=f"{'AB'[k - 1]} is a tensor"):
+                function(x, *layers)
+    with pytest.raises(InvalidArgument, match="activation is one of"):
+        published.opake_lora_mlp(x, *mine, *mine, *mine, activation=[bad])
 
 
 # ---- both ways of adding short products

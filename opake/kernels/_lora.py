@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -95,8 +96,15 @@ def adapted(name: str, weight: Any, A: Any, B: Any, scale: Any, bias: Any = None
         )
     for a, b in zip(A, B, strict=True):
         require_tensors(**{f"{name}A": a, f"{name}B": b})
-    scales = tuple([number(f"{name}scale", s) for s in scale])
+    scales = tuple([_scale(f"{name}scale", s) for s in scale])
     return Adapted(weight, bias, tuple(A), tuple(B), scales)
+
+
+def _scale(name: str, x: Any) -> Any:
+    """A number, also NumPy's, which compilers that trace this see as arrays without dimensions."""
+    if torch.compiler.is_compiling() and isinstance(x, np.ndarray) and not x.ndim:
+        return torch.as_tensor(x)
+    return number(name, x)
 
 
 def layer(name: str, given: Any) -> Adapted:
@@ -115,39 +123,55 @@ def layer(name: str, given: Any) -> Adapted:
     return adapted(f"{name}'s ", *given)
 
 
-def check(x: Any, layers: Sequence[tuple[str, Adapted]]) -> None:
-    """Refuse shapes that do not fit ``x`` (..., in).
+def check(x: Any, layers: Sequence[tuple[str, Adapted]], inner: int | None = None) -> None:
+    """Refuse dtypes that linear layers do not multiply, and shapes that do not fit the input.
+
+    That is (..., in) as ``x`` is, or with ``inner`` columns instead.
 
     Raises:
-        InvalidArgument: names them.
-        InvalidType: x is no tensor.
+        InvalidArgument: names the shapes.
+        InvalidType: x is no tensor, or names the dtypes.
     """
     require_tensors(x=x)
+    cast = _autocast(x)
     for name, this in layers:
+        _check_dtypes(name, x, this, cast)
         if any(t.is_nested for t in (x, this.weight, *this.A, *this.B)):
             continue  # they have no shape to look at
-        weight = tuple(this.weight.shape)
+        weight = this.weight.shape
         if len(weight) != 2:
-            raise InvalidArgument(f"{name}weight is (out, in); got the shape {weight}")
-        if x.dim() == 0 or x.shape[-1] != weight[1]:
+            raise InvalidArgument(f"{name}weight is (out, in); got the shape {tuple(weight)}")
+        columns = x.shape[-1:] if inner is None else (inner,)
+        if columns != weight[1:]:
+            found = f"shape {tuple(x.shape)}" if inner is None else f"{inner} columns"
+            raise InvalidArgument(f"{name}weight {tuple(weight)} does not fit an input of {found}")
+        if this.bias is not None and this.bias.shape != weight[:1]:
             raise InvalidArgument(
-                f"{name}weight {weight} does not fit an input of shape {tuple(x.shape)}"
-            )
-        if this.bias is not None and tuple(this.bias.shape) != weight[:1]:
-            raise InvalidArgument(
-                f"{name}bias is (out,) for the weight {weight}; got {tuple(this.bias.shape)}"
+                f"{name}bias is (out,) for the weight {tuple(weight)}; got {tuple(this.bias.shape)}"
             )
         for a, b in zip(this.A, this.B, strict=True):
-            shapes = tuple(a.shape), tuple(b.shape)
-            if (
-                [*map(len, shapes)] != [2, 2]
-                or shapes[1] != (weight[0], shapes[0][0])
-                or (shapes[0][1] != weight[1])
-            ):
+            down, up = a.shape, b.shape
+            if len(down) != 2 or down[1] != weight[1] or up != (weight[0], down[0]):
                 raise InvalidArgument(
-                    f"{name}A is (rank, in) and {name}B (out, rank) for the weight {weight}; "
-                    f"got {shapes[0]} and {shapes[1]}"
+                    f"{name}A is (rank, in) and {name}B (out, rank) for the weight "
+                    f"{tuple(weight)}; got {tuple(down)} and {tuple(up)}"
                 )
+
+
+def _check_dtypes(name: str, x: Tensor, layer: Adapted, cast: torch.dtype | None) -> None:
+    """Refuse what ``project`` could not multiply: A and B may have a dtype of their own."""
+    weight, bias, all_a, all_b, _ = layer
+    base = {"x": x, f"{name}weight": weight}
+    if bias is not None:
+        base[f"{name}bias"] = bias
+    pairs = [{f"{name}A": a, f"{name}B": b} for a, b in zip(all_a, all_b, strict=True)]
+    for group in (base, *pairs):
+        dtypes = {y.dtype for y in group.values()}
+        if cast is not None and dtypes <= FLOATS:
+            continue
+        if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
+            found = ", ".join(f"{key} {y.dtype}" for key, y in group.items())
+            raise InvalidType(f"{', '.join(group)} are of one floating dtype; found {found}")
 
 
 def fits(x: Tensor, layers: Sequence[Adapted]) -> str:

@@ -101,7 +101,8 @@ def lora_linear(
 
     Raises:
         InvalidArgument: shapes that do not fit, or sequences of several lengths.
-        InvalidType: a scale is no number, something else no tensor.
+        InvalidType: a scale is no number, something else no tensor, or x and weight, or A and B,
+            are not of one floating dtype.
     """
     lora.check(x, [("", lora.adapted("", weight, A, B, scale, bias))])
     result: Tensor = LORA_LINEAR(x, weight, A, B, scale, bias)

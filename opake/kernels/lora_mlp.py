@@ -207,18 +207,19 @@ def lora_mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, *, activation: str 
     Raises:
         InvalidArgument: shapes that do not fit, sequences of several lengths, or another
             activation.
-        InvalidType: no such tuple; a scale is no number, something else no tensor.
+        InvalidType: no such tuple; a scale is no number, something else no tensor, or tensors are
+            of several dtypes.
     """
     _activation(activation)
     layers = _layers(gate, up, down)
     lora.check(x, list(zip(("gate's ", "up's "), layers[:2], strict=True)))
-    shapes = [tuple(layer.weight.shape) for layer in layers]
     if not any(layer.weight.is_nested for layer in layers):
+        shapes = [tuple(layer.weight.shape) for layer in layers]
         if shapes[0] != shapes[1]:
             raise InvalidArgument(
                 f"gate's weight and up's are of one shape; got {shapes[0]} and {shapes[1]}"
             )
-        lora.check(x.new_empty((0, shapes[0][0]), device="meta"), [("down's ", layers[2])])
+        lora.check(x, [("down's ", layers[2])], shapes[0][0])
     result: Tensor = LORA_MLP(x, *layers, activation=activation)
     return result
 

@@ -89,7 +89,8 @@ def lora_qkv(x: Tensor, q: Layer, k: Layer, v: Layer) -> tuple[Tensor, Tensor, T
 
     Raises:
         InvalidArgument: shapes that do not fit, or sequences of several lengths.
-        InvalidType: no such tuple; a scale is no number, something else no tensor.
+        InvalidType: no such tuple; a scale is no number, something else no tensor, or tensors are
+            of several dtypes.
     """
     layers = _layers(q, k, v)
     lora.check(x, list(zip(("q's ", "k's ", "v's "), layers, strict=True)))
