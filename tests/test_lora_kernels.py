@@ -265,6 +265,31 @@ def test_a_shared_weight_is_not_repeated_for_examples(name: str) -> None:
 
 @ops
 @interpreted
+def test_examples_that_share_adapters_are_more_rows(name: str) -> None:
+    """Of all of them, mapped inside of what is differentiated, A and B have one gradient."""
+    op, call = OPS[name], made(name)
+    found = {k: y for k, y in oracle.tensors(call).items() if k != 0}
+
+    def loss(values: list[Tensor], x: Tensor) -> Tensor:
+        def one(x: Tensor) -> tuple[Tensor, ...]:
+            here = oracle.replaced(call, {0: x, **dict(zip(found, values, strict=True))})
+            return tuple(oracle.outputs(op.function(*here.args)))
+
+        return sum(y.square().sum() for y in vmap(one)(x))
+
+    def made_of(x: Tensor) -> list[tuple[int, ...]]:
+        with products() as shapes:
+            grad(loss)(list(found.values()), x)
+        assert oracle.fused(op)
+        return shapes
+
+    x = torch.stack([call.args[0]] * 6)
+    assert all(len(shape) == 2 for shape in made_of(x))
+    assert len(made_of(x)) == len(made_of(x[:1]))
+
+
+@ops
+@interpreted
 def test_what_is_frozen_is_not_computed(name: str) -> None:
     everything = len(per_example(name, lambda key: key != 0, 3))
     adapters = len(per_example(name, adapter, 3))
