@@ -50,7 +50,7 @@ def fused_function(
     saved: int = 0,
     rows: Sequence[int] = (),
     core: Core | None = None,
-    keeps: Callable[[Any, Sequence[bool]], Sequence[bool]] | None = None,
+    keeps: Callable[[Any, tuple[bool, ...]], Sequence[bool]] | None = None,
     backend: str = "triton",
 ) -> Callable[..., Any]:
     """Return ``fused(options, *tensors)``, right under autograd and every functorch transform.
@@ -146,7 +146,7 @@ def fused_function(
                 ctx.mark_non_differentiable(*(x for x in kept if x is not None))
                 tensors = (*tensors, *kept)
             if keeps:
-                wanted = [x is not None and x.requires_grad for x in inputs[2:]]
+                wanted = tuple([x is not None and x.requires_grad for x in inputs[2:]])
                 pairs = zip(tensors, keeps(inputs[1], wanted), strict=True)
                 tensors = tuple([x if x is None or y else _shell(x) for x, y in pairs])
             ctx.save_for_backward(*tensors)

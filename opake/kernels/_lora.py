@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
@@ -34,6 +35,7 @@ __all__ = [
     "random_adapted",
     "runs",
     "unflat",
+    "wants_of",
 ]
 
 
@@ -161,6 +163,9 @@ def check(x: Any, layers: Sequence[tuple[str, Adapted]], inner: int | None = Non
 def _check_dtypes(name: str, x: Tensor, layer: Adapted, cast: torch.dtype | None) -> None:
     """Refuse what ``project`` could not multiply: A and B may have a dtype of their own."""
     weight, bias, all_a, all_b, _ = layer
+    simple = bias is None and x.dtype is weight.dtype and len(all_a) == 1
+    if simple and all_a[0].dtype is all_b[0].dtype and {x.dtype, all_a[0].dtype} <= FLOATS:
+        return  # most are such, and have no microseconds to wait
     base = {"x": x, f"{name}weight": weight}
     if bias is not None:
         base[f"{name}bias"] = bias
@@ -176,15 +181,18 @@ def _check_dtypes(name: str, x: Tensor, layer: Adapted, cast: torch.dtype | None
 
 def fits(x: Tensor, layers: Sequence[Adapted]) -> str:
     """Name what the kernels cannot compute, ``""`` if nothing."""
-    base = [x, *(y for this in layers for y in (this.weight, this.bias) if y is not None)]
-    small = [y for this in layers for y in (*this.A, *this.B)]
-    if not all(y.is_floating_point() for y in (*base, *small)):
+    base, small = {x.dtype}, set()
+    for this in layers:
+        base.add(this.weight.dtype)
+        if this.bias is not None:
+            base.add(this.bias.dtype)
+        small.update([y.dtype for y in (*this.A, *this.B)])
+    if not all(dtype.is_floating_point for dtype in (*base, *small)):
         return "integers are left to the reference"
-    if _autocast(x) is not None:
-        return ""
-    if len({y.dtype for y in base}) > 1:
-        return "input, weight and bias are of several dtypes"
-    return "the adapters are of several dtypes" if len({y.dtype for y in small}) > 1 else ""
+    if (len(base) > 1 or len(small) > 1) and _autocast(x) is None:
+        several = "input, weight and bias" if len(base) > 1 else "the adapters"
+        return f"{several} are of several dtypes"
+    return ""
 
 
 # ---- plain PyTorch
@@ -234,12 +242,19 @@ def unflat(options: Options, tensors: Sequence[Any]) -> tuple[Any, list[Adapted]
     return x, layers
 
 
-def keeps(options: Options, wanted: Sequence[bool]) -> list[bool]:
+@functools.lru_cache(1024)
+def wants_of(options: Options, wanted: tuple[bool, ...]) -> tuple[bool, list[Adapted]]:
+    """:func:`unflat` of what is wanted, which is the same for step after step."""
+    return unflat(options, wanted)
+
+
+@functools.lru_cache(1024)
+def keeps(options: Options, wanted: tuple[bool, ...]) -> list[bool]:
     """Of which tensors, and of the ``x A^T``, gradients of linear layers need more than the shape.
 
     Those of B need A and the input when they are differentiated again.
     """
-    want_x, wants = unflat(options, wanted)
+    want_x, wants = wants_of(options, wanted)
     some_b = any(want for this in wants for want in this.B)
     small = [want for this in wants for want in (this.weight, *this.A)]
     found = [some_b or any(small)]

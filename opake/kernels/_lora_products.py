@@ -75,7 +75,7 @@ def by_rows(x: Tensor, batch: int, read: bool = True) -> Tensor:
 
 
 def read(
-    batch: int, options: Options, wanted: Sequence[bool], x: Tensor, left: Tensor
+    batch: int, options: Options, wanted: tuple[bool, ...], x: Tensor, left: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The input and the ``x A^T`` by rows, dense where gradients of linear layers need them."""
     flags = keeps(options, wanted)

@@ -50,7 +50,7 @@ def _bwd(
     batch: int, options: Options, wanted: Any, grads: Any, tensors: Any, saved: Any
 ) -> Gradients:
     x, layers = lora.unflat(options, tensors)
-    want_x, wants = lora.unflat(options, wanted)
+    want_x, wants = lora.wants_of(options, wanted)
     grads = [by_rows(g, batch) for g in grads]
     rows, left = read(batch, options, wanted, x, saved[0])
     dx, others = pull(batch, want_x, wants, grads, rows, layers, left)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from typing import Any
 
 import torch
@@ -125,7 +125,7 @@ def _bwd(
     batch: int, options: Options, wanted: Any, grads: Any, tensors: Any, saved: Any
 ) -> Gradients:
     x, (*both, down) = lora.unflat(options, tensors)
-    want_x, (*wants, want) = lora.unflat(options, wanted)
+    want_x, (*wants, want) = lora.wants_of(options, wanted)
     flags = _keeps(options, wanted)[-len(saved) :]
     gate, up, left, last = (by_rows(y, batch, z) for y, z in zip(saved, flags, strict=True))
     grad = by_rows(grads[0], batch)
@@ -167,8 +167,9 @@ def _inner(want_x: bool, wants: list[Adapted]) -> bool:
     return want_x or any(y for this in wants for y in (*this[:2], *this.A, *this.B))
 
 
-def _keeps(options: Options, wanted: Sequence[bool]) -> list[bool]:
-    want_x, (*wants, want) = lora.unflat(options, wanted)
+@functools.lru_cache(1024)
+def _keeps(options: Options, wanted: tuple[bool, ...]) -> list[bool]:
+    want_x, (*wants, want) = lora.wants_of(options, wanted)
     hidden = _inner(want_x, wants) or want.weight or any(want.A)
     return [*(True for _ in wanted), hidden, hidden, hidden, any(want.B)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -138,7 +137,7 @@ def _reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-def _keeps(options: Options, wanted: Sequence[bool]) -> list[bool]:
+def _keeps(options: Options, wanted: tuple[bool, ...]) -> list[bool]:
     tables = any(wanted[2:])
     return [tables, tables, True, True, True]
 
