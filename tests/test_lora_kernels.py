@@ -10,6 +10,7 @@ from typing import Any
 from unittest import mock
 
 import kernel_oracle as oracle
+import numpy as np
 import pytest
 import torch
 from interpreter import interpreted
@@ -134,6 +135,71 @@ def test_adapters_wider_than_the_base_are_rounded_once() -> None:
     assert (found != expected).float().mean() < 0.02  # sums of fp32 that lie between two numbers
 
 
+@pytest.mark.parametrize("rank", [4, 17])
+@pytest.mark.parametrize("scale", [64.0, 2.0**-14], ids=["large", "small"])
+@ops
+@interpreted
+def test_scales_leave_fp16_where_those_of_peft_do(name: str, scale: float, rank: int) -> None:
+    """``scale (x A^T)`` would be infinite, or next to nothing; ``scale ((x A^T) B^T)`` is not."""
+    call = made(name, rank, torch.float16)
+    large, small = (2.0**10, 2.0**-16) if scale > 1 else (2.0**-8, 2.0**8)
+    with_a, with_b = (lambda y: y * large), (lambda y: y * small)
+    call = K.Call(_changed(call.args, 1, with_a, with_b, scale))
+    assert oracle.assert_right(OPS[name], call)
+
+
+def _changed(args: tuple[Any, ...], first: int, *given: Any) -> tuple[Any, ...]:
+    """Arguments with every A and B passed through functions, and another scale."""
+    if isinstance(args[first], tuple):
+        return (args[0], *(_changed(y, 0, *given) for y in args[first:]))
+    with_a, with_b, scale = given
+    a, b, _, *bias = args[first + 1 :]
+    return (*args[: first + 1], with_a(a), with_b(b), scale, *bias)
+
+
+@ops
+@interpreted
+def test_what_a_scale_of_zero_does_not_hide(name: str) -> None:
+    """PEFT multiplies by it, and zero times infinity is no number."""
+
+    def first(y: Tensor) -> Tensor:
+        return y.index_fill(0, torch.tensor(0), float("inf"))
+
+    for with_a, with_b in ((first, torch.clone), (torch.clone, first)):
+        call = K.Call(_changed(made(name).args, 1, with_a, with_b, 0.0))
+        outs = oracle.outputs(OPS[name].function(*call.args))
+        assert oracle.fused(OPS[name])
+        expected = oracle.outputs(OPS[name].reference(*call.args))
+        for out, other in zip(outs, expected, strict=True):
+            assert other.isnan().any()
+            assert torch.equal(out.isnan(), other.isnan())
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@ops
+@interpreted
+def test_gradients_are_dense(name: str, count: int) -> None:
+    """Optimizers that go over lists of tensors are slow on others, and flatten them by views."""
+    call = made(name)
+    several = [lambda y: (y,) * count] * 2
+    call = K.Call(_changed(call.args, 1, *several, (0.5, -2.0)[:count]))
+    found = {k: x for k, x in oracle.tensors(call).items() if k != 0}
+
+    def loss(values: list[Tensor], x: Tensor) -> Tensor:
+        here = oracle.replaced(call, {0: x, **dict(zip(found, values, strict=True))})
+        return sum(y.square().sum() for y in oracle.outputs(OPS[name].function(*here.args)))
+
+    values = [x.clone().requires_grad_() for x in found.values()]
+    grads = torch.autograd.grad(loss(values, call.args[0]), values)
+    assert oracle.fused(OPS[name])
+    each = vmap(grad(loss), (None, 0))(list(found.values()), torch.stack([call.args[0]] * 3))
+    assert oracle.fused(OPS[name])
+    assert all(g.is_contiguous() for g in (*grads, *each))
+
+
 # ---- what is not computed
 
 
@@ -199,6 +265,31 @@ def test_a_shared_weight_is_not_repeated_for_examples(name: str) -> None:
 
 @ops
 @interpreted
+def test_examples_that_share_adapters_are_more_rows(name: str) -> None:
+    """Of all of them, mapped inside of what is differentiated, A and B have one gradient."""
+    op, call = OPS[name], made(name)
+    found = {k: y for k, y in oracle.tensors(call).items() if k != 0}
+
+    def loss(values: list[Tensor], x: Tensor) -> Tensor:
+        def one(x: Tensor) -> tuple[Tensor, ...]:
+            here = oracle.replaced(call, {0: x, **dict(zip(found, values, strict=True))})
+            return tuple(oracle.outputs(op.function(*here.args)))
+
+        return sum(y.square().sum() for y in vmap(one)(x))
+
+    def made_of(x: Tensor) -> list[tuple[int, ...]]:
+        with products() as shapes:
+            grad(loss)(list(found.values()), x)
+        assert oracle.fused(op)
+        return shapes
+
+    x = torch.stack([call.args[0]] * 6)
+    assert all(len(shape) == 2 for shape in made_of(x))
+    assert len(made_of(x)) == len(made_of(x[:1]))
+
+
+@ops
+@interpreted
 def test_what_is_frozen_is_not_computed(name: str) -> None:
     everything = len(per_example(name, lambda key: key != 0, 3))
     adapters = len(per_example(name, adapter, 3))
@@ -227,6 +318,68 @@ def test_the_gradient_of_an_input_is_computed_where_asked(name: str) -> None:
             sum(y.sum() for y in outs).backward()
         counts.append(len(shapes))
     assert counts[0] < counts[1]
+
+
+KEPT = {
+    "input": lambda k: k == 0,
+    "A": lambda k: adapter(k) and not _is_b(k),
+    "A and B": adapter,
+    "all": lambda k: k == 0 or adapter(k),
+    "biases": lambda k: k in (5, (1, 4), (2, 4), (3, 4)),
+}
+
+
+@pytest.mark.parametrize("trained", KEPT)
+@ops
+@interpreted
+def test_what_no_gradient_needs_is_not_kept(name: str, trained: str) -> None:
+    op, call = OPS[name], made(name)
+    found = {k: x.clone() for k, x in oracle.tensors(call).items()}
+    for k in filter(KEPT[trained], found):
+        found[k].requires_grad_()
+    kept = []
+    for function in (op.function, op.reference):
+        values = {**found, 0: found[0] * 1}  # an activation, which lives no longer than its graph
+        sizes = _kept(function, oracle.replaced(call, values), values)
+        kept.append(sum(sizes))
+    assert oracle.fused(op)
+    assert kept[0] <= kept[1] + 8 * len(found)
+
+
+def _kept(function: Callable[..., Any], call: K.Call, values: dict[Any, Tensor]) -> list[int]:
+    """Bytes of what is kept for a backward pass beside parameters."""
+    parameters = {x.untyped_storage().data_ptr() for k, x in values.items() if k != 0}
+    sizes: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        outs = function(*call.args)
+    assert outs is not None
+    return list(sizes.values())
+
+
+@ops
+@interpreted
+def test_the_gradient_of_an_input_has_derivatives(name: str) -> None:
+    """Those of the other tensors, too, while the input alone had a gradient at first."""
+    op, call = OPS[name], made(name)
+    keys = [k for k in oracle.tensors(call) if k != 0]
+    values = [oracle.tensors(call)[k] for k in keys]
+
+    def loss(values: list[Tensor], x: Tensor, function: Any) -> Tensor:
+        here = oracle.replaced(call, {0: x, **dict(zip(keys, values, strict=True))})
+        return sum(y.square().sum() for y in oracle.outputs(function(*here.args)))
+
+    def steep(values: list[Tensor], function: Any) -> Tensor:
+        return grad(loss, 1)(values, call.args[0], function).square().sum()
+
+    ours, theirs = (grad(steep)(values, f) for f in (op.function, op.reference))
+    assert error(ours, theirs) <= 1e-5
 
 
 # ---- arguments
@@ -276,6 +429,11 @@ REFUSED = {
     "a bias that is no tensor": ((W, A, B, 1.0, 0.0), InvalidType, "float"),
     "a weight of another width": ((W[:, 1:], A, B, 1.0), InvalidArgument, "(6, 7)"),
     "a weight of three dimensions": ((W[None], A, B, 1.0), InvalidArgument, "(1, 6, 8)"),
+    "A of another dtype than B": ((W, A.double(), B, 1.0), InvalidType, "A torch.float64"),
+    "a bias of another dtype": ((W, A, B, 1.0, W[:, 0].half()), InvalidType, "bias torch.float16"),
+    "a weight of another dtype": ((W.half(), A, B, 1.0), InvalidType, "weight torch.float16"),
+    "adapters of integers": ((W, A.long(), B.long(), 1.0), InvalidType, "A torch.int64"),
+    "complex adapters": ((W, A * 1j, B * 1j, 1.0), InvalidType, "A torch.complex64"),
     "a weight that is none": ((None, A, B, 1.0), InvalidType, "NoneType"),
 }
 
@@ -292,6 +450,47 @@ def test_what_is_refused(what: str) -> None:
     with pytest.raises(error, match=re.escape(names)):
         lora_mlp(x, right, given, (torch.ones(8, 6), None, None, 1.0))
     lora_linear(x, *right)  # the same with nothing wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_only_floating_tensors_are_multiplied(dtype: torch.dtype) -> None:
+    x, *given = (y.to(dtype) if isinstance(y, Tensor) else y for y in (W, W, A, B, 1.0))
+    with pytest.raises(InvalidType, match=str(dtype)):
+        lora_linear(x, *given)
+
+
+def test_autocast_makes_dtypes_one() -> None:
+    x, both = torch.ones(3, 8), (A, B.half())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lora_linear(x.half(), W, *both, 1.0).dtype == torch.bfloat16
+        down = (W.t(), B.t(), A.t().half(), 1.0)
+        assert lora_mlp(x, (W, *both, 1.0), (W, *both, 1.0), down).dtype == torch.bfloat16
+        with pytest.raises(InvalidType, match=r"x torch.float64"):
+            lora_linear(x.double(), W, A, B, 1.0)
+
+
+@pytest.mark.parametrize(
+    "scale", [2, True, np.float32(0.5), np.float64(0.5), np.int64(2)], ids=repr
+)
+def test_scales_are_numbers_of_any_kind(scale: Any) -> None:
+    x, expected = torch.randn(3, 8), float(scale)
+    plain = lora_linear(x, W, A, B, expected)
+    assert torch.equal(lora_linear(x, W, A, B, scale), plain)
+    compiled = torch.compile(lora_linear, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(x, W, A, B, scale), plain)
+
+
+@ops
+def test_nested_inputs_are_computed_one_by_one(name: str) -> None:
+    x, *given = made(name).args
+    if name == "lora_linear":
+        given[-1] = None
+    parts = [x[0], x[1, :3]]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    outs = oracle.outputs(OPS[name].function(nested, *given))
+    for k, part in enumerate(parts):
+        expected = oracle.outputs(OPS[name].function(part, *given))
+        oracle.assert_all_close([y.unbind()[k] for y in outs], expected)
 
 
 def test_what_else_is_refused() -> None:
@@ -344,6 +543,22 @@ def test_published_names() -> None:
     oracle.assert_all_close(default, lora_mlp(x, *bare))
     with pytest.raises(InvalidArgument, match="relu"):
         published.opake_lora_mlp(x, *flat, activation="relu")
+
+
+@pytest.mark.parametrize("bad", [[1.0], 1, "A"], ids=repr)
+def test_published_names_refuse_what_is_no_tensor(bad: Any) -> None:
+    x, mine = torch.ones(3, 8), (W, A.t(), B.t(), 1.0)
+    for k in (1, 2):
+        wrong = (*mine[:k], bad, *mine[k + 1 :])
+        for function, layers in (
+            (published.opake_lora_w, wrong),
+            (published.opake_lora_qkv, (*mine, *wrong, *mine)),
+            (published.opake_lora_mlp, (*mine, *mine, *wrong)),
+        ):
+            with pytest.raises(InvalidType, match=f"{'AB'[k - 1]} is a tensor"):
+                function(x, *layers)
+    with pytest.raises(InvalidArgument, match="activation is one of"):
+        published.opake_lora_mlp(x, *mine, *mine, *mine, activation=[bad])
 
 
 # ---- both ways of adding short products

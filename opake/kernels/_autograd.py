@@ -50,7 +50,7 @@ def fused_function(
     saved: int = 0,
     rows: Sequence[int] = (),
     core: Core | None = None,
-    shapes: Sequence[int] = (),
+    keeps: Callable[[Any, tuple[bool, ...]], Sequence[bool]] | None = None,
     backend: str = "triton",
 ) -> Callable[..., Any]:
     """Return ``fused(options, *tensors)``, right under autograd and every functorch transform.
@@ -74,8 +74,9 @@ def fused_function(
         rows: positions of tensors whose leading dimensions are all computed alike. Where nothing
             else is mapped, mapped dimensions are more of those, not ``batch``.
         core: what the backward pass differentiates, where that is not the inputs.
-        shapes: positions of tensors of which it needs no more than shape and dtype, while no other
-            has a gradient: their memory is not kept.
+        keeps: ``keeps(options, wanted)``: for every tensor, then for every saved one, whether the
+            gradients that are wanted, or derivatives of those, need more than its shape and dtype.
+            The memory of others is not kept, and what is in them is not to be read.
         backend: what ``fwd`` and ``bwd`` are recorded as.
     """
     simple = core.reference if core else reference
@@ -140,15 +141,14 @@ def fused_function(
             if core:
                 ctx.dtypes = tuple(None if x is None else x.dtype for x in tensors)
                 tensors = core.tensors(tensors, output)
-            if shapes and not _differentiable(
-                [x for i, x in enumerate(tensors) if i not in shapes]
-            ):
-                pairs = enumerate(tensors)
-                tensors = tuple(_shell(x) if i in shapes else x for i, x in pairs)
             if saved:
                 kept = output[outputs:]
                 ctx.mark_non_differentiable(*(x for x in kept if x is not None))
                 tensors = (*tensors, *kept)
+            if keeps:
+                wanted = tuple([x is not None and x.requires_grad for x in inputs[2:]])
+                pairs = zip(tensors, keeps(inputs[1], wanted), strict=True)
+                tensors = tuple([x if x is None or y else _shell(x) for x, y in pairs])
             ctx.save_for_backward(*tensors)
 
         @staticmethod

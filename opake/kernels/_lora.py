@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,10 +29,13 @@ __all__ = [
     "draw_adapted",
     "fits",
     "flat",
+    "keeps",
     "layer",
     "project",
     "random_adapted",
+    "runs",
     "unflat",
+    "wants_of",
 ]
 
 
@@ -93,8 +98,15 @@ def adapted(name: str, weight: Any, A: Any, B: Any, scale: Any, bias: Any = None
         )
     for a, b in zip(A, B, strict=True):
         require_tensors(**{f"{name}A": a, f"{name}B": b})
-    scales = tuple([number(f"{name}scale", s) for s in scale])
+    scales = tuple([_scale(f"{name}scale", s) for s in scale])
     return Adapted(weight, bias, tuple(A), tuple(B), scales)
+
+
+def _scale(name: str, x: Any) -> Any:
+    """A number, also NumPy's, which compilers that trace this see as arrays without dimensions."""
+    if torch.compiler.is_compiling() and isinstance(x, np.ndarray) and not x.ndim:
+        return torch.as_tensor(x)
+    return number(name, x)
 
 
 def layer(name: str, given: Any) -> Adapted:
@@ -113,52 +125,74 @@ def layer(name: str, given: Any) -> Adapted:
     return adapted(f"{name}'s ", *given)
 
 
-def check(x: Any, layers: Sequence[tuple[str, Adapted]]) -> None:
-    """Refuse shapes that do not fit ``x`` (..., in).
+def check(x: Any, layers: Sequence[tuple[str, Adapted]], inner: int | None = None) -> None:
+    """Refuse dtypes that linear layers do not multiply, and shapes that do not fit the input.
+
+    That is (..., in) as ``x`` is, or with ``inner`` columns instead.
 
     Raises:
-        InvalidArgument: names them.
-        InvalidType: x is no tensor.
+        InvalidArgument: names the shapes.
+        InvalidType: x is no tensor, or names the dtypes.
     """
     require_tensors(x=x)
+    cast = _autocast(x)
     for name, this in layers:
+        _check_dtypes(name, x, this, cast)
         if any(t.is_nested for t in (x, this.weight, *this.A, *this.B)):
             continue  # they have no shape to look at
-        weight = tuple(this.weight.shape)
+        weight = this.weight.shape
         if len(weight) != 2:
-            raise InvalidArgument(f"{name}weight is (out, in); got the shape {weight}")
-        if x.dim() == 0 or x.shape[-1] != weight[1]:
+            raise InvalidArgument(f"{name}weight is (out, in); got the shape {tuple(weight)}")
+        columns = x.shape[-1:] if inner is None else (inner,)
+        if columns != weight[1:]:
+            found = f"shape {tuple(x.shape)}" if inner is None else f"{inner} columns"
+            raise InvalidArgument(f"{name}weight {tuple(weight)} does not fit an input of {found}")
+        if this.bias is not None and this.bias.shape != weight[:1]:
             raise InvalidArgument(
-                f"{name}weight {weight} does not fit an input of shape {tuple(x.shape)}"
-            )
-        if this.bias is not None and tuple(this.bias.shape) != weight[:1]:
-            raise InvalidArgument(
-                f"{name}bias is (out,) for the weight {weight}; got {tuple(this.bias.shape)}"
+                f"{name}bias is (out,) for the weight {tuple(weight)}; got {tuple(this.bias.shape)}"
             )
         for a, b in zip(this.A, this.B, strict=True):
-            shapes = tuple(a.shape), tuple(b.shape)
-            if (
-                [*map(len, shapes)] != [2, 2]
-                or shapes[1] != (weight[0], shapes[0][0])
-                or (shapes[0][1] != weight[1])
-            ):
+            down, up = a.shape, b.shape
+            if len(down) != 2 or down[1] != weight[1] or up != (weight[0], down[0]):
                 raise InvalidArgument(
-                    f"{name}A is (rank, in) and {name}B (out, rank) for the weight {weight}; "
-                    f"got {shapes[0]} and {shapes[1]}"
+                    f"{name}A is (rank, in) and {name}B (out, rank) for the weight "
+                    f"{tuple(weight)}; got {tuple(down)} and {tuple(up)}"
                 )
+
+
+def _check_dtypes(name: str, x: Tensor, layer: Adapted, cast: torch.dtype | None) -> None:
+    """Refuse what ``project`` could not multiply: A and B may have a dtype of their own."""
+    weight, bias, all_a, all_b, _ = layer
+    simple = bias is None and x.dtype is weight.dtype and len(all_a) == 1
+    if simple and all_a[0].dtype is all_b[0].dtype and {x.dtype, all_a[0].dtype} <= FLOATS:
+        return  # most are such, and have no microseconds to wait
+    base = {"x": x, f"{name}weight": weight}
+    if bias is not None:
+        base[f"{name}bias"] = bias
+    pairs = [{f"{name}A": a, f"{name}B": b} for a, b in zip(all_a, all_b, strict=True)]
+    for group in (base, *pairs):
+        dtypes = {y.dtype for y in group.values()}
+        if cast is not None and dtypes <= FLOATS:
+            continue
+        if len(dtypes) > 1 or not dtypes.pop().is_floating_point:
+            found = ", ".join(f"{key} {y.dtype}" for key, y in group.items())
+            raise InvalidType(f"{', '.join(group)} are of one floating dtype; found {found}")
 
 
 def fits(x: Tensor, layers: Sequence[Adapted]) -> str:
     """Name what the kernels cannot compute, ``""`` if nothing."""
-    base = [x, *(y for this in layers for y in (this.weight, this.bias) if y is not None)]
-    small = [y for this in layers for y in (*this.A, *this.B)]
-    if not all(y.is_floating_point() for y in (*base, *small)):
+    base, small = {x.dtype}, set()
+    for this in layers:
+        base.add(this.weight.dtype)
+        if this.bias is not None:
+            base.add(this.bias.dtype)
+        small.update([y.dtype for y in (*this.A, *this.B)])
+    if not all(dtype.is_floating_point for dtype in (*base, *small)):
         return "integers are left to the reference"
-    if _autocast(x) is not None:
-        return ""
-    if len({y.dtype for y in base}) > 1:
-        return "input, weight and bias are of several dtypes"
-    return "the adapters are of several dtypes" if len({y.dtype for y in small}) > 1 else ""
+    if (len(base) > 1 or len(small) > 1) and _autocast(x) is None:
+        several = "input, weight and bias" if len(base) > 1 else "the adapters"
+        return f"{several} are of several dtypes"
+    return ""
 
 
 # ---- plain PyTorch
@@ -208,12 +242,46 @@ def unflat(options: Options, tensors: Sequence[Any]) -> tuple[Any, list[Adapted]
     return x, layers
 
 
+@functools.lru_cache(1024)
+def wants_of(options: Options, wanted: tuple[bool, ...]) -> tuple[bool, list[Adapted]]:
+    """:func:`unflat` of what is wanted, which is the same for step after step."""
+    return unflat(options, wanted)
+
+
+@functools.lru_cache(1024)
+def keeps(options: Options, wanted: tuple[bool, ...]) -> list[bool]:
+    """Of which tensors, and of the ``x A^T``, gradients of linear layers need more than the shape.
+
+    Those of B need A and the input when they are differentiated again.
+    """
+    want_x, wants = wants_of(options, wanted)
+    some_b = any(want for this in wants for want in this.B)
+    small = [want for this in wants for want in (this.weight, *this.A)]
+    found = [some_b or any(small)]
+    for this in wants:
+        found += (want_x, True, *(True for _ in (*this.A, *this.B)))
+    return [*found, some_b]
+
+
 def dims_of(layers: Sequence[Adapted]) -> list[tuple[int, int]]:
     """Where each layer's ranks begin and end among all of them."""
     ends = [0]
     for this in layers:
         ends.append(ends[-1] + sum(b.shape[-1] for b in this.B))
     return list(pairwise(ends))
+
+
+def runs(layer: Adapted) -> list[tuple[float, int, int]]:
+    """The layer's scales, and from where to where its ranks have each; none twice in a row."""
+    found: list[tuple[float, int, int]] = []
+    last = 0
+    for scale, b in zip(layer.scales, layer.B, strict=True):
+        first, last = last, last + b.shape[-1]
+        if found and found[-1][0] == scale:
+            found[-1] = (scale, found[-1][1], last)
+        elif last > first:
+            found.append((scale, first, last))
+    return found
 
 
 # ---- examples and benchmarks

@@ -67,20 +67,29 @@ def _plus(  # type: ignore[no-untyped-def]
     where,
     at,
     sizes,
+    scale,
     wide: tl.constexpr,
     block_rank: tl.constexpr,
     short: tl.constexpr,
 ):
-    """A block of ``acc`` and of the product whose first factors are there already, in fp32."""
+    """A block of ``acc`` and of ``scale`` times the product whose first factors are there already.
+
+    In fp32; without ``scale``, times 1.
+    """
     if right_ptr is not None:
-        acc = tl.dot(left, right, acc, input_precision="ieee")
+        total = acc if scale is None else tl.zeros_like(acc)
+        total = tl.dot(left, right, total, input_precision="ieee")
         if not short:
             group, row, col = at
             rows, cols = sizes
             for first in range(block_rank, where[0], block_rank):
                 left = _left(left_ptr, where, group, row, rows, first, wide, block_rank)
                 right = _right(right_ptr, where, group, col, cols, first, wide, block_rank)
-                acc = tl.dot(left, right, acc, input_precision="ieee")
+                total = tl.dot(left, right, total, input_precision="ieee")
+        if scale is None:
+            acc = total
+        else:
+            acc += total * scale
     return acc
 
 
@@ -99,6 +108,7 @@ def accumulate_kernel(  # type: ignore[no-untyped-def]
     right_group,
     right_rank,
     right_col,
+    scale,
     wide: tl.constexpr,
     block_rows: tl.constexpr,
     block_cols: tl.constexpr,
@@ -122,6 +132,7 @@ def accumulate_kernel(  # type: ignore[no-untyped-def]
         where,
         at,
         sizes,
+        scale,
         wide,
         block_rank,
         short,
@@ -159,6 +170,8 @@ def gated_fwd_kernel(  # type: ignore[no-untyped-def]
     up_right_group,
     up_right_rank,
     up_right_col,
+    gate_scale,
+    up_scale,
     activation: tl.constexpr,
     wide: tl.constexpr,
     block_rows: tl.constexpr,
@@ -186,9 +199,22 @@ def gated_fwd_kernel(  # type: ignore[no-untyped-def]
     d = _right(up_right_ptr, of_up, g, col, cols, 0, wide, block_rank)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     gate = _plus(
-        gate, a, b, gate_left_ptr, gate_right_ptr, of_gate, at, sizes, wide, block_rank, short
+        gate,
+        a,
+        b,
+        gate_left_ptr,
+        gate_right_ptr,
+        of_gate,
+        at,
+        sizes,
+        gate_scale,
+        wide,
+        block_rank,
+        short,
     )
-    up = _plus(up, c, d, up_left_ptr, up_right_ptr, of_up, at, sizes, wide, block_rank, short)
+    up = _plus(
+        up, c, d, up_left_ptr, up_right_ptr, of_up, at, sizes, up_scale, wide, block_rank, short
+    )
     value, _ = activation_of(gate, activation)
     out_ptrs = out_ptr + g * rows * cols + row * cols + col
     tl.store(out_ptrs, (value * up).to(out_ptr.dtype.element_ty), mask=mask)
@@ -233,6 +259,8 @@ def gated_bwd_kernel(  # type: ignore[no-untyped-def]
     up_right_group,
     up_right_rank,
     up_right_col,
+    gate_scale,
+    up_scale,
     activation: tl.constexpr,
     wide: tl.constexpr,
     block_rows: tl.constexpr,
@@ -281,12 +309,36 @@ def gated_bwd_kernel(  # type: ignore[no-untyped-def]
         e = _left(up_left_ptr, of_up, g, row, rows, 0, wide, block_rank)
         grad, gate, up = grad.to(tl.float32), gate.to(tl.float32), up.to(tl.float32)
         gate = _plus(
-            gate, c, d, gate_left_ptr, gate_right_ptr, of_gate, at, sizes, wide, block_rank, short
+            gate,
+            c,
+            d,
+            gate_left_ptr,
+            gate_right_ptr,
+            of_gate,
+            at,
+            sizes,
+            gate_scale,
+            wide,
+            block_rank,
+            short,
         )
         grad = _plus(
-            grad, a, b, grad_left_ptr, grad_right_ptr, of_grad, at, sizes, wide, block_rank, short
+            grad,
+            a,
+            b,
+            grad_left_ptr,
+            grad_right_ptr,
+            of_grad,
+            at,
+            sizes,
+            None,
+            wide,
+            block_rank,
+            short,
         )
-        up = _plus(up, e, f, up_left_ptr, up_right_ptr, of_up, at, sizes, wide, block_rank, short)
+        up = _plus(
+            up, e, f, up_left_ptr, up_right_ptr, of_up, at, sizes, up_scale, wide, block_rank, short
+        )
         value, slope = activation_of(gate, activation)
         if da_ptr is not None:
             hidden = (value * up).to(grad_ptr.dtype.element_ty)  # as the forward pass rounded it

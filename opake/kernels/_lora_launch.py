@@ -38,15 +38,16 @@ class DotTile(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """A product (G, N, R) @ (G, R, M), or (R, M), not computed yet; without ``right``, no more."""
+    """``scale`` (G, N, R) @ (G, R, M), or (R, M), not computed yet; without ``right``, no more."""
 
     left: Tensor
     right: Tensor | None
+    scale: float = 1.0
 
     @property
     def strides(self) -> tuple[int, ...]:
         """The rank, then what a kernel finds both by; the last dimension on the left is dense."""
-        left, right = self
+        left, right = self.left, self.right
         first = (left.shape[2], left.stride(0), left.stride(1))
         if right is None:
             return (*first, 0, 0, 0)
@@ -126,7 +127,11 @@ def _strides(product: LowRank | None) -> tuple[int, ...]:
 
 
 def _pointers(product: LowRank | None) -> tuple[Tensor | None, ...]:
-    return (None, None) if product is None else product
+    return (None, None) if product is None else (product.left, product.right)
+
+
+def _scales(products: tuple[LowRank | None, ...]) -> tuple[float, ...]:
+    return tuple([1.0 if product is None else product.scale for product in products])
 
 
 def accumulate(out: Tensor, product: LowRank) -> None:
@@ -136,10 +141,11 @@ def accumulate(out: Tensor, product: LowRank) -> None:
     right = product.right
     if right is not None and right.dim() == 2 and out.shape[0] > 1 and product.left.is_contiguous():
         out = out.view(1, -1, out.shape[2])
-        product = LowRank(product.left.view(1, -1, product.left.shape[2]), right)
+        product = product._replace(left=product.left.view(1, -1, product.left.shape[2]))
     how = _plan(ACCUMULATE, out, (product,))
     integers = (*how.integers, *product.strides)
-    ACCUMULATE(how.grid, (out, *product), integers, how.constants, how.warps)
+    tensors = (out, *_pointers(product))
+    ACCUMULATE(how.grid, tensors, integers, how.constants, how.warps, (product.scale,))
 
 
 def gated(
@@ -158,7 +164,8 @@ def gated(
     tensors = (gate, up, *_pointers(plus[0]), *_pointers(plus[1]), out)
     strides = (*gate.stride()[:2], *up.stride()[:2], *_strides(plus[0]), *_strides(plus[1]))
     constants = (activation, *how.constants)
-    GATED_FORWARD(how.grid, tensors, (*how.integers, *strides), constants, how.warps)
+    integers = (*how.integers, *strides)
+    GATED_FORWARD(how.grid, tensors, integers, constants, how.warps, _scales(plus))
     return out
 
 
@@ -172,8 +179,9 @@ def pull_gated(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of gate and up; the latter in the place of ``grad + plus[0]``, (G, N, M).
 
-    With ``sums``, which :func:`short` must allow, also ``left^T hidden`` of ``plus[0]``, (G, R, M)
-    in its dtype, and what is hidden being ``activation(gate + plus[1]) * (up + plus[2])``.
+    ``plus[0]`` has no scale. With ``sums``, which :func:`short` must allow, also ``left^T hidden``
+    of it, (G, R, M) in its dtype, what is hidden being
+    ``activation(gate + plus[1]) * (up + plus[2])``.
     """
     dgate = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
     how = _plan(GATED_BACKWARD, grad, plus, sums)
@@ -187,7 +195,7 @@ def pull_gated(
         integers = (*how.integers, *gate.stride()[:2], *up.stride()[:2], *strides)
         tensors = (grad, gate, up, *pointers, dgate, parts)
         constants = (activation, *how.constants, how.steps)
-        GATED_BACKWARD(how.grid, tensors, integers, constants, how.warps)
+        GATED_BACKWARD(how.grid, tensors, integers, constants, how.warps, _scales(plus[1:]))
     if parts is None or left is None:
         return dgate, grad, None
     return dgate, grad, parts.sum(1).to(left.dtype)

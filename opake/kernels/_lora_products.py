@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from opake.kernels._layout import grouped
-from opake.kernels._lora import Adapted, dims_of
+from opake.kernels._lora import Adapted, Options, dims_of, keeps, runs
 from opake.kernels._lora_launch import LONGEST, LowRank, accumulate
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "project",
     "pull",
     "raised",
+    "read",
     "stacked",
     "unadapted",
     "upper",
@@ -60,11 +61,25 @@ def matrices(w: Tensor, batch: int) -> Tensor:
     return w.reshape(sizes.numel(), *w.shape[batch:])
 
 
-def by_rows(x: Tensor, batch: int) -> Tensor:
-    """(G, N, columns) of (batch dimensions, any dimensions, columns)."""
+def by_rows(x: Tensor, batch: int, read: bool = True) -> Tensor:
+    """(G, N, columns) of (batch dimensions, any dimensions, columns).
+
+    Not dense where only its shape is of interest.
+    """
+    if not read:
+        outer = x.shape[:-1]
+        return x.reshape(outer[:batch].numel(), outer[batch:].numel(), x.shape[-1])
     if not batch and x.is_contiguous():
         return x.view(1, -1, x.shape[-1]) if x.shape[-1] else x.reshape(1, x.shape[:-1].numel(), 0)
     return grouped(x, batch)
+
+
+def read(
+    batch: int, options: Options, wanted: tuple[bool, ...], x: Tensor, left: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The input and the ``x A^T`` by rows, dense where gradients of linear layers need them."""
+    flags = keeps(options, wanted)
+    return by_rows(x, batch, flags[0]), by_rows(left, batch, flags[-1])
 
 
 def packed(parts: Sequence[Tensor], dim: int) -> Tensor:
@@ -94,6 +109,8 @@ def product(
     x: Tensor, w: Tensor, *, alpha: float = 1.0, out: Tensor | None = None, add: bool = False
 ) -> Tensor:
     """``alpha x w`` of (G, N, K) and (K, M) or (G, K, M), in ``out`` (G, N, M), or added to it."""
+    if not alpha:  # cuBLAS would not see what is infinite
+        x, alpha = x * alpha, 1.0
     beta = 1 if add else 0
     if out is None:
         out = torch.empty((*x.shape[:2], w.shape[-1]), dtype=x.dtype, device=x.device)
@@ -110,48 +127,29 @@ def product(
     return out
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``x weight^T + bias`` of (G, N, in), rounded once."""
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, alpha: float = 1.0) -> Tensor:
+    """``alpha x weight^T + bias`` of (G, N, in), rounded once."""
     w = weight.transpose(-1, -2)
     if bias is None:
-        return product(x, w)
+        return product(x, w, alpha=alpha)
+    if not alpha:
+        x, alpha = x * alpha, 1.0
     rows = _rows(x)
     if w.dim() == 2 and bias.dim() == 1 and rows is not None:
-        return torch.addmm(bias, rows, w).view(*x.shape[:2], w.shape[-1])
+        return torch.addmm(bias, rows, w, alpha=alpha).view(*x.shape[:2], w.shape[-1])
     if w.dim() == 2:
         w = w.expand(x.shape[0], *w.shape)
     shape = (*x.shape[:2], w.shape[-1])
-    return torch.baddbmm((bias if bias.dim() == 1 else bias.unsqueeze(1)).expand(shape), x, w)
+    bias = bias if bias.dim() == 1 else bias.unsqueeze(1)
+    return torch.baddbmm(bias.expand(shape), x, w, alpha=alpha)
 
 
-def reduced(
-    x: Tensor,
-    a: Tensor,
-    scales: Sequence[float],
-    ranks: Sequence[int],
-    out: Tensor | None = None,
-) -> Tensor:
-    """``x a`` of (G, N, K), columns scaled: the first ``ranks[0]`` by ``scales[0]``, and so on."""
-    if all(scale == scales[0] for scale in scales):
-        scales, ranks = scales[:1], [a.shape[-1]]
-    if out is None:
-        out = torch.empty((*x.shape[:2], a.shape[-1]), dtype=x.dtype, device=x.device)
-    at = 0
-    for scale, rank in zip(scales, ranks, strict=True):
-        to = out[..., at : at + rank]
-        product(x, a[..., at : at + rank], alpha=scale or 1.0, out=to)
-        if not scale:
-            to.mul_(scale)  # cuBLAS would not see what is infinite
-        at += rank
-    return out
-
-
-def add_low_rank(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left right`` of (G, N, R) and (R, M) or (G, R, M) to ``out``."""
+def add_low_rank(out: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Add ``scale left right`` of (G, N, R) and (R, M) or (G, R, M) to ``out``."""
     if left.shape[-1] > LONGEST and left.dtype == out.dtype:
-        product(left, right, out=out, add=True)
+        product(left, right, alpha=scale, out=out, add=True)
     elif left.shape[-1]:
-        accumulate(out, LowRank(left, right))
+        accumulate(out, LowRank(left, right, scale))
 
 
 def ahead(left: Tensor, dtype: torch.dtype) -> bool:
@@ -163,11 +161,9 @@ def ahead(left: Tensor, dtype: torch.dtype) -> bool:
     return left.dtype == dtype and (left.device.type != "cpu" or left.shape[-1] > 16)
 
 
-def _transposed(x: Tensor, y: Tensor) -> Tensor:
-    """``x^T y`` of every group."""
-    if x.shape[0] == 1:
-        return torch.mm(x[0].t(), y[0]).unsqueeze(0)
-    return torch.bmm(x.transpose(1, 2), y)
+def _transposed(x: Tensor, y: Tensor, alpha: float = 1.0) -> Tensor:
+    """``alpha x^T y`` of every group."""
+    return product(x.transpose(1, 2), y[0] if y.shape[0] == 1 else y, alpha=alpha)
 
 
 # ---- layers of one input
@@ -176,7 +172,7 @@ def _transposed(x: Tensor, y: Tensor) -> Tensor:
 def project(
     batch: int, x: Tensor, layers: Sequence[Adapted], *, low_rank: bool = True
 ) -> tuple[list[Tensor], Tensor]:
-    """What every layer makes of (G, N, in), and the scaled products with all A side by side.
+    """What every layer makes of (G, N, in), and the products with all A side by side.
 
     Without ``low_rank``, those are still to be multiplied with B and added.
     """
@@ -186,23 +182,42 @@ def project(
         bias = None if layer.bias is None else matrices(layer.bias, batch)
         w, low = matrices(layer.weight, batch), left[..., first:last]
         if low_rank and last > first and ahead(low, x.dtype):
-            out = linear(low, upper(batch, layer).transpose(-1, -2), bias)
+            out = _raise(batch, low, layer, bias)
             product(x, w.transpose(-1, -2), out=out, add=True)
         else:
             out = linear(x, w, bias)
-            if low_rank:
-                add_low_rank(out, low, upper(batch, layer))
+            if low_rank and last > first:
+                _add_adapters(batch, out, low, layer)
         found.append(out)
     return found, left
 
 
+def _raise(batch: int, low: Tensor, layer: Adapted, bias: Tensor | None) -> Tensor:
+    """What a layer's adapters make of their ``x A^T``, scaled here, as PEFT does, and the bias."""
+    right = upper(batch, layer)
+    (scale, a, b), *others = runs(layer)
+    out = linear(low[..., a:b], right[..., a:b, :].transpose(-1, -2), bias, scale)
+    for scale, a, b in others:
+        product(low[..., a:b], right[..., a:b, :], alpha=scale, out=out, add=True)
+    return out
+
+
+def _add_adapters(batch: int, out: Tensor, low: Tensor, layer: Adapted) -> None:
+    """Add what a layer's adapters make of their ``x A^T``, rounded as often as PEFT rounds it."""
+    right, found = upper(batch, layer), runs(layer)
+    if len(found) > 1 and out.dtype not in (low.dtype, torch.float32):
+        parts = [low[..., a:b].to(torch.float32) * scale for scale, a, b in found]
+        low, found = torch.cat(parts, -1), [(1.0, 0, low.shape[-1])]
+    for scale, a, b in found:
+        add_low_rank(out, low[..., a:b], right[..., a:b, :], scale)
+
+
 def lower(batch: int, x: Tensor, layers: Sequence[Adapted]) -> Tensor:
-    """``scale x A^T`` of every adapter of every layer, side by side, in the adapters' dtype."""
+    """``x A^T`` of every adapter of every layer, side by side, in the adapters' dtype."""
     if not any(layer.A for layer in layers):
         return x.new_empty((*x.shape[:2], 0))
     w = stacked(batch, layers).transpose(-1, -2)
-    scales = [scale for layer in layers for scale in layer.scales]
-    return reduced(x.to(w.dtype), w, scales, [a.shape[-2] for layer in layers for a in layer.A])
+    return product(x.to(w.dtype), w)
 
 
 def stacked(batch: int, layers: Sequence[Adapted]) -> Tensor:
@@ -251,16 +266,13 @@ def pull(
         da = _transposed(pulled, x.to(small))
     found: list[Tensor | None] = []
     for layer, want, grad, (first, last) in zip(layers, wants, grads, dims_of(layers), strict=True):
-        dw = dbias = db = None
+        dw = dbias = None
         if grad is not None:
             dw = _transposed(grad, x) if want.weight and x is not None else None
             dbias = grad.sum(1) if want.bias else None
-            db = _transposed(grad.to(small), left[..., first:last]) if any(want.B) else None
         found += (_like(layer.weight, want.weight, dw), _like(layer.bias, want.bias, dbias))
-        ranks = [b.shape[-1] for b in layer.B]
         found += of_lower(layer, want, None if da is None else da[:, first:last])
-        parts = [None] * len(ranks) if db is None else torch.split(db, ranks, 2)
-        found += [_like(*each) for each in zip(layer.B, want.B, parts, strict=True)]
+        found += _of_upper(layer, want, grad, left[..., first:last])
     return dx, found
 
 
@@ -269,6 +281,22 @@ def of_lower(layer: Adapted, want: Adapted, da: Tensor | None) -> list[Tensor | 
     ranks = [a.shape[-2] for a in layer.A]
     parts = [None] * len(ranks) if da is None else torch.split(da, ranks, 1)
     return [_like(*each) for each in zip(layer.A, want.A, parts, strict=True)]
+
+
+def _of_upper(
+    layer: Adapted, want: Adapted, grad: Tensor | None, left: Tensor
+) -> list[Tensor | None]:
+    """Gradients of every B of a layer; one by one, or they would be no whole matrices."""
+    found: list[Tensor | None] = []
+    grad = grad.to(left.dtype) if grad is not None and any(want.B) else None
+    last = 0
+    for b, wanted, scale in zip(layer.B, want.B, layer.scales, strict=True):
+        first, last = last, last + b.shape[-1]
+        part = None
+        if wanted and grad is not None:
+            part = _transposed(grad, left[..., first:last], scale)
+        found.append(_like(b, wanted, part))
+    return found
 
 
 def raised(
@@ -281,9 +309,10 @@ def raised(
         if grad is None:
             to.zero_()
         elif last > first:
-            b = packed([matrices(y, batch) for y in layer.B], -1)
-            ranks = [y.shape[-1] for y in layer.B]
-            reduced(grad.to(left.dtype), b, layer.scales, ranks, to)
+            w = packed([matrices(y, batch) for y in layer.B], -1)
+            grad = grad.to(left.dtype)
+            for scale, a, b in runs(layer):
+                product(grad, w[..., a:b], alpha=scale, out=to[..., a:b])
     return out
 
 
@@ -320,9 +349,9 @@ def unadapted(
 
 
 def _like(x: Tensor | None, want: bool, grad: Tensor | None) -> Tensor | None:
-    """A gradient (G, ...) in the shape of its tensor, zeros if there is none."""
+    """A gradient (G, ...) in the shape of its tensor, dense, zeros if there is none."""
     if not want or x is None:
         return None
     if grad is None:
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
-    return grad.reshape(x.shape)
+    return grad.contiguous().view(x.shape)

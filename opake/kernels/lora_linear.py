@@ -16,7 +16,7 @@ from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._layout import as_output
 from opake.kernels._lora import Options
 from opake.kernels._lora_launch import ACCUMULATE
-from opake.kernels._lora_products import by_rows, project, pull, without_autocast
+from opake.kernels._lora_products import by_rows, project, pull, read, without_autocast
 from opake.kernels._op import Op, register
 
 # ---- reference
@@ -50,13 +50,16 @@ def _bwd(
     batch: int, options: Options, wanted: Any, grads: Any, tensors: Any, saved: Any
 ) -> Gradients:
     x, layers = lora.unflat(options, tensors)
-    want_x, wants = lora.unflat(options, wanted)
-    grads, (left,) = ([by_rows(y, batch) for y in given] for given in (grads, saved))
-    dx, others = pull(batch, want_x, wants, grads, by_rows(x, batch), layers, left)
+    want_x, wants = lora.wants_of(options, wanted)
+    grads = [by_rows(g, batch) for g in grads]
+    rows, left = read(batch, options, wanted, x, saved[0])
+    dx, others = pull(batch, want_x, wants, grads, rows, layers, left)
     return (None if dx is None else dx.view(x.shape), *others)
 
 
-_function = fused_function("lora_linear", _reference, _fwd, _bwd, saved=1, rows=(0,))
+_function = fused_function(
+    "lora_linear", _reference, _fwd, _bwd, saved=1, rows=(0,), keeps=lora.keeps
+)
 
 
 def _fused(
@@ -98,7 +101,8 @@ def lora_linear(
 
     Raises:
         InvalidArgument: shapes that do not fit, or sequences of several lengths.
-        InvalidType: a scale is no number, something else no tensor.
+        InvalidType: a scale is no number, something else no tensor, or x and weight, or A and B,
+            are not of one floating dtype.
     """
     lora.check(x, [("", lora.adapted("", weight, A, B, scale, bias))])
     result: Tensor = LORA_LINEAR(x, weight, A, B, scale, bias)

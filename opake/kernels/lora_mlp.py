@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ def _reference(options: Options, *tensors: Any) -> Tensor:
 
 def _within(layers: list[Adapted]) -> bool:
     """Whether the kernels add the adapters of gate and up, each time anew."""
-    return max(last - first for first, last in lora.dims_of(layers)) <= LONGEST
+    longest = max(last - first for first, last in lora.dims_of(layers))
+    return longest <= LONGEST and all(len(lora.runs(layer)) < 2 for layer in layers)
 
 
 def _added(
@@ -100,7 +102,9 @@ def _added(
     if not _within(layers):
         return None, None
     gate, up = (
-        LowRank(left[..., first:last], upper(batch, layer)) if last > first else None
+        LowRank(left[..., first:last], upper(batch, layer), lora.runs(layer)[0][0])
+        if last > first
+        else None
         for layer, (first, last) in zip(layers, lora.dims_of(layers), strict=True)
     )
     return gate, up
@@ -121,11 +125,12 @@ def _bwd(
     batch: int, options: Options, wanted: Any, grads: Any, tensors: Any, saved: Any
 ) -> Gradients:
     x, (*both, down) = lora.unflat(options, tensors)
-    want_x, (*wants, want) = lora.unflat(options, wanted)
-    gate, up, left, last = (by_rows(y, batch) for y in saved)
+    want_x, (*wants, want) = lora.wants_of(options, wanted)
+    flags = _keeps(options, wanted)[-len(saved) :]
+    gate, up, left, last = (by_rows(y, batch, z) for y, z in zip(saved, flags, strict=True))
     grad = by_rows(grads[0], batch)
     plus = _added(batch, both, left)
-    inner = want_x or any(y for this in wants for y in (*this[:2], *this.A, *this.B))
+    inner = _inner(want_x, wants)
     pulled = raised(batch, [grad], [down], last) if inner or any(want.A) else None
     more, first = None, False
     if pulled is not None and pulled.shape[-1]:
@@ -157,7 +162,19 @@ def _bwd(
     return (None if dx is None else dx.view(x.shape), *others, *of_down)
 
 
-_function = fused_function("lora_mlp", _reference, _fwd, _bwd, saved=4, rows=(0,))
+def _inner(want_x: bool, wants: list[Adapted]) -> bool:
+    """Whether a gradient is wanted that comes through what was hidden."""
+    return want_x or any(y for this in wants for y in (*this[:2], *this.A, *this.B))
+
+
+@functools.lru_cache(1024)
+def _keeps(options: Options, wanted: tuple[bool, ...]) -> list[bool]:
+    want_x, (*wants, want) = lora.wants_of(options, wanted)
+    hidden = _inner(want_x, wants) or want.weight or any(want.A)
+    return [*(True for _ in wanted), hidden, hidden, hidden, any(want.B)]
+
+
+_function = fused_function("lora_mlp", _reference, _fwd, _bwd, saved=4, rows=(0,), keeps=_keeps)
 
 
 def _fused(x: Tensor, gate: Layer, up: Layer, down: Layer, *, activation: str = "silu") -> Any:
@@ -191,18 +208,19 @@ def lora_mlp(x: Tensor, gate: Layer, up: Layer, down: Layer, *, activation: str 
     Raises:
         InvalidArgument: shapes that do not fit, sequences of several lengths, or another
             activation.
-        InvalidType: no such tuple; a scale is no number, something else no tensor.
+        InvalidType: no such tuple; a scale is no number, something else no tensor, or tensors are
+            of several dtypes.
     """
     _activation(activation)
     layers = _layers(gate, up, down)
     lora.check(x, list(zip(("gate's ", "up's "), layers[:2], strict=True)))
-    shapes = [tuple(layer.weight.shape) for layer in layers]
     if not any(layer.weight.is_nested for layer in layers):
+        shapes = [tuple(layer.weight.shape) for layer in layers]
         if shapes[0] != shapes[1]:
             raise InvalidArgument(
                 f"gate's weight and up's are of one shape; got {shapes[0]} and {shapes[1]}"
             )
-        lora.check(x.new_empty((0, shapes[0][0]), device="meta"), [("down's ", layers[2])])
+        lora.check(x, [("down's ", layers[2])], shapes[0][0])
     result: Tensor = LORA_MLP(x, *layers, activation=activation)
     return result
 

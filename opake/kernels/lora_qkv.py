@@ -13,7 +13,7 @@ from opake.kernels._examples import Call, Draw, Shape
 from opake.kernels._layout import as_output
 from opake.kernels._lora import Adapted, Options
 from opake.kernels._lora_launch import ACCUMULATE
-from opake.kernels._lora_products import by_rows, project, pull, without_autocast
+from opake.kernels._lora_products import by_rows, project, pull, read, without_autocast
 from opake.kernels._op import Op, register
 
 Layer = tuple[Any, ...]
@@ -51,14 +51,16 @@ def _bwd(
     batch: int, options: Options, wanted: Any, grads: Any, tensors: Any, saved: Any
 ) -> Gradients:
     x, layers = lora.unflat(options, tensors)
-    want_x, wants = lora.unflat(options, wanted)
+    want_x, wants = lora.wants_of(options, wanted)
     grads = [None if g is None else by_rows(g, batch) for g in grads]
-    left = by_rows(saved[0], batch)
-    dx, others = pull(batch, want_x, wants, grads, by_rows(x, batch), layers, left)
+    rows, left = read(batch, options, wanted, x, saved[0])
+    dx, others = pull(batch, want_x, wants, grads, rows, layers, left)
     return (None if dx is None else dx.view(x.shape), *others)
 
 
-_function = fused_function("lora_qkv", _reference, _fwd, _bwd, outputs=3, saved=1, rows=(0,))
+_function = fused_function(
+    "lora_qkv", _reference, _fwd, _bwd, outputs=3, saved=1, rows=(0,), keeps=lora.keeps
+)
 
 
 def _fused(x: Tensor, q: Layer, k: Layer, v: Layer) -> Any:
@@ -87,7 +89,8 @@ def lora_qkv(x: Tensor, q: Layer, k: Layer, v: Layer) -> tuple[Tensor, Tensor, T
 
     Raises:
         InvalidArgument: shapes that do not fit, or sequences of several lengths.
-        InvalidType: no such tuple; a scale is no number, something else no tensor.
+        InvalidType: no such tuple; a scale is no number, something else no tensor, or tensors are
+            of several dtypes.
     """
     layers = _layers(q, k, v)
     lora.check(x, list(zip(("q's ", "k's ", "v's "), layers, strict=True)))

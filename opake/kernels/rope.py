@@ -137,7 +137,12 @@ def _reference(options: Options, *tensors: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-_kernels = fused_function("rope", _reference, _fwd, _bwd, outputs=2, shapes=(0, 1))
+def _keeps(options: Options, wanted: tuple[bool, ...]) -> list[bool]:
+    tables = any(wanted[2:])
+    return [tables, tables, True, True, True]
+
+
+_kernels = fused_function("rope", _reference, _fwd, _bwd, outputs=2, keeps=_keeps)
 
 
 def _fused(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from opake.errors import InvalidArgument
+from opake.kernels._arguments import require_tensors
 from opake.kernels.cross_entropy import cross_entropy
 from opake.kernels.fused_add_rms_norm import fused_add_rms_norm
 from opake.kernels.geglu import geglu_exact, geglu_tanh
@@ -212,7 +213,7 @@ def opake_lora_mlp(
     Raises:
         InvalidArgument: it is another.
     """
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         known = ", ".join(_ACTIVATIONS)
         raise InvalidArgument(f"activation is one of {known}; got {activation!r}")
     return lora_mlp(
@@ -234,8 +235,11 @@ _ACTIVATIONS = {
 def _adapted(
     weight: Tensor, down: Tensor | None, up: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """A layer with PEFT's layout of the adapters."""
-    transposed = [x if x is None else x.transpose(-1, -2) for x in (down, up)]
+    """A layer with PEFT's layout of the adapters; what has no layout is refused there."""
+    for name, x in (("A", down), ("B", up)):
+        if x is not None:
+            require_tensors(**{name: x})
+    transposed = [x if x is None or x.dim() < 2 else x.transpose(-1, -2) for x in (down, up)]
     return weight, transposed[0], transposed[1], scale
 
 
