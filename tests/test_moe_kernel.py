@@ -6,6 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -293,6 +294,39 @@ def test_experts_that_are_not_kept_by_mistake_are_computed() -> None:
     found = gradients(lambda *a: function(options, *a), args)
     for a, b in zip(found, gradients(op.reference, args), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@interpreted
+def test_gradients_of_what_is_mapped_further_inside_are_the_kernels() -> None:
+    args = made(torch.tensor([[0, 1], [1, 2]]), 3)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return vmap(moe, (0, 0, 0, None, 0))(*leaves[:3], args[3], leaves[3]).sin().sum()
+
+    two = [torch.stack([args[i], args[i] / 2]) for i in SMOOTH]
+    found = grad(loss, (0, 1, 2, 3))(*two)
+    assert oracle.fused(op)
+    leaves = [x.clone().requires_grad_() for x in two]
+    loss(*leaves).backward()
+    assert oracle.fused(op)
+    exact = [x.double().requires_grad_() for x in two]
+    for k in range(2):
+        x, gate_up, down, weights = (leaf[k] for leaf in exact)
+        loop(x, gate_up, down, args[3], weights).sin().sum().backward()
+    for g, leaf, truth in zip(found, leaves, exact, strict=True):
+        for a in (g, leaf.grad):
+            torch.testing.assert_close(a.double(), truth.grad, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_several_threads_get_the_same_bits() -> None:
+    args = made(torch.tensor([[0, 1], [1, 2], [2, 0]]), 3)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(gradients, moe, args) for _ in range(8)]
+    expected = gradients(moe, args)
+    assert oracle.fused(op)
+    for call in calls:
+        assert all(map(torch.equal, call.result(), expected))
 
 
 # ---- dtypes

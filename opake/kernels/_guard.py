@@ -218,6 +218,16 @@ def _physical(x: Tensor) -> Tensor:
     return x
 
 
+def tracked(x: Tensor) -> bool:
+    """Tell whether a gradient of ``x`` may be asked for, at any functorch level."""
+    functorch = torch._C._functorch
+    while not x.requires_grad:
+        if not functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = functorch.get_unwrapped(x)  # a mapped tensor does not say it for what it maps
+    return True
+
+
 # ---- whose memory a kernel may read
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opake._lock import LOCK
 from opake.kernels._guard import apart, architecture
 
 try:
@@ -105,7 +106,8 @@ class Launch:
     def _interpret(self, grid: tuple[int, int, int], args: tuple[Any, ...]) -> None:
         import numpy as np
 
-        with np.errstate(all="ignore"), warnings.catch_warnings():  # nor do GPUs warn
+        # Triton's interpreter writes into its own module while it runs; nor do GPUs warn.
+        with LOCK, np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             self.kernel[grid](*args)
 

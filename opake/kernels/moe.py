@@ -14,6 +14,7 @@ from opake.kernels._arguments import require_tensors
 from opake.kernels._autograd import fused_function
 from opake.kernels._bounds import check_indices
 from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._guard import tracked
 from opake.kernels._moe import PULL_BACK, ROWS, UP, WEIGHT, Options, backward, forward
 from opake.kernels._moe_activations import ACTIVATIONS
 from opake.kernels._moe_routing import COMBINE, KEYS, STARTS, TILES
@@ -138,7 +139,7 @@ def _fused(
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)  # what F.linear computes in
     smooth = (x, gate_up, down, topk_weights)
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in smooth)
+    keep = torch.is_grad_enabled() and any(map(tracked, smooth))
     matrices = (t.to(dtype) for t in (x, gate_up, down))
     return _function(Options(activation, x.dtype, keep), *matrices, topk_ids, topk_weights)
 
