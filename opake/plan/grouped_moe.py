@@ -36,6 +36,7 @@ from opake.plan.step import Concern, Context, Skip, Step, compat
 
 _SLOT = fused.slot("grouped_moe")
 _ACTIVATIONS = {"swiglu": "silu", "geglu_exact": "gelu", "geglu_tanh": "gelu_pytorch_tanh"}
+_FUNCTIONS: dict[Any, str] = {functional.silu: "swiglu", functional.gelu: "geglu_exact"}
 _STOCK = (None, "eager", "batched_mm", "grouped_mm")
 """The implementations of transformers' that compute alike. None runs ``eager``."""
 
@@ -94,11 +95,18 @@ def _replaced(wrapped: Any, instance: Any, formula: _Formula) -> str:
         return f"experts_implementation={used!r}"
     if not _over_stock(wrapped, instance):
         return "another wrapper lies beneath"
-    if not _is_plain(instance.act_fn, formula):
+    if not _activates(instance.act_fn, formula):
         return "the activation has hooks, or is another one now"
     if used not in (None, "eager") and not _gates_as_stock(instance):
         return "the gate was replaced"
     return ""
+
+
+def _activates(act_fn: Any, formula: _Formula) -> bool:
+    """Tell whether ``act_fn`` is what it was when it was looked at."""
+    if formula.act_fn is None:
+        return _FUNCTIONS.get(act_fn) == formula.op
+    return _is_plain(act_fn, formula)
 
 
 def _is_upstream(implementation: Any) -> bool:
@@ -178,9 +186,12 @@ def _examine(module: nn.Module) -> Found | str | None:
     if why:
         return f"{cls.__name__}: {why}"
     act_fn = getattr(module, "act_fn", None)
-    op, kind = _op_of(act_fn), _kind(act_fn)
+    if isinstance(act_fn, nn.Module):
+        op, kind = _op_of(act_fn), _kind(act_fn)
+    else:
+        op, kind = _FUNCTIONS.get(act_fn), None
     if op is None:
-        return f"no kernel for {kind[0].__name__}"
+        return f"no kernel for {type(act_fn).__name__}"
     formula = _Formula(_Parts("", "", "", "act_fn"), op, kind)
     patch = ForwardPatch(module, _run, slot=own_slot(module))
     return Found(formula, [patch], f"{cls.__name__}.forward")
