@@ -16,7 +16,7 @@ import pytest
 import torch
 from interpreter import interpreted
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 from torch.nn import functional as F
 
 from opake import kernels as K
@@ -193,6 +193,30 @@ def test_ids_outside_make_nan_and_no_gradient() -> None:
     found = gradients(op.fused, args)
     for a, b in zip((dx, dgate_up, ddown, dweights * inside), found[1:], strict=True):
         torch.testing.assert_close(a, b if b.shape != ids.shape else b * inside)
+
+
+@interpreted
+def test_ids_outside_that_are_skipped_add_nothing() -> None:
+    ids = torch.tensor([[0, 3], [7, 1], [3, -1], [2, 2]])
+    x, gate_up, down, _, weights = made(ids, 3)
+    inside = (ids >= 0) & (ids < 3)
+    args = (x, gate_up, down, ids.where(inside, torch.tensor(0)), weights * inside)
+    expected = gradients(loop, [t.double() if i != 3 else t for i, t in enumerate(args)])
+    expected[4] *= inside
+
+    def skipping(*leaves: Tensor) -> Any:
+        return op.fused(*leaves, skip=True)
+
+    found = gradients(skipping, (x, gate_up, down, ids, weights))
+    assert oracle.fused(op)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    slope = grad(lambda x: skipping(x, gate_up, down, ids, weights).sin().sum())
+    rows = vmap(slope)(torch.stack([x, x / 2]))
+    exact = grad(lambda x: loop(x, *(t.double() for t in args[1:3]), *args[3:]).sin().sum())
+    torch.testing.assert_close(rows[0].double(), exact(x.double()), rtol=1e-4, atol=1e-4)
+    curved = jacrev(slope)(x)  # by plain PyTorch
+    torch.testing.assert_close(curved.double(), jacrev(exact)(x.double()), rtol=1e-4, atol=1e-4)
 
 
 # ---- what it costs
