@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from accelerate.hooks import ModelHook, add_hook_to_module
 from interpreter import interpreted
 from oracle import Snapshot, assert_exact, errors, per_example, same_bits, stock_loop
@@ -18,10 +19,12 @@ from test_kernels_in_models import FUSED_BAR
 from test_moe_kernel import watched
 from torch import Tensor, nn
 from torch.func import grad, vmap
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import moe
 
 import opake
 from opake import kernels as K
+from opake.compat.tiny import tiny_config
 from opake.engine import AttributePatch, ForwardPatch, PatchSet
 from opake.plan import fused, grouped_moe
 from opake.plan.guard import Guard
@@ -166,6 +169,45 @@ def test_gradients_are_those_of_the_loop(case: str) -> None:
     assert before.changes() == []
 
 
+OTHERS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "ernie4_5_moe": {},
+    "flex_olmo": {},
+    "minimax": {},
+    "qwen2_moe": {},
+}
+"""Models of no declared family."""
+
+
+@pytest.mark.parametrize("model_type", OTHERS)
+@interpreted
+def test_a_model_of_no_declared_family(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    fields: dict[str, Any] = {"vocab_size": zoo.VOCAB, "pad_token_id": zoo.PAD, "bos_token_id": 1}
+    fields |= {"eos_token_id": 2, "initializer_range": 0.3, "experts_implementation": "batched_mm"}
+    fields |= dict.fromkeys(zoo.probabilities(config), 0.0)
+    config = tiny_config(config, **fields, **OTHERS[model_type])
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").float().train()
+    examples, ids = zoo.batch(zoo.MIXED), zoo.tokens(2)
+    options = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": zoo.PAD}
+    expected, ordinary = stock_loop(model, examples), step(model, examples)
+    tokens = model.eval().generate(ids, **options)
+    before = Snapshot(model)
+    with opake.patched(model, kernels=["moe"]):
+        assert torch.equal(model.generate(ids, **options), tokens)
+        found = per_example(model.train(), examples, batched=False)
+        again = step(model, examples)
+        counts = stats(model)
+        model.eval()
+    assert before.changes() == []
+    assert counts["ran"] > 0
+    assert counts["fell_back"] == {}
+    assert errors(found, expected)[1] <= BAR
+    for a, b in zip(again, ordinary, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * b.abs().max().item())
+
+
 @pytest.mark.parametrize("hidden_act", ["gelu", "gelu_pytorch_tanh", "silu"])
 @interpreted
 def test_the_activation_is_the_configs(hidden_act: str) -> None:
@@ -181,7 +223,9 @@ def step(model: Any, examples: dict[str, Tensor]) -> list[Tensor]:
     """The logits and all gradients of an ordinary step."""
     with torch.enable_grad():
         out = model(**examples)
-        return [out.logits.detach(), *torch.autograd.grad(out.loss, [*model.parameters()])]
+        leaves = [p for p in model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(out.loss, leaves, allow_unused=True)
+        return [out.logits.detach(), *(g for g in grads if g is not None)]
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)

@@ -80,8 +80,9 @@ def _call(instance: Any, args: Any, kwargs: Any) -> _Call | None:
     if call is None or len(names) != 3 or call.keys() != {*names}:
         return None
     x, ids, weights = (call[name] for name in names)
-    found = _Call(x, instance.gate_up_proj, instance.down_proj, ids, weights)
-    return found if all(isinstance(t, Tensor) for t in found) else None
+    gate_up, down = (getattr(instance, name, None) for name in ("gate_up_proj", "down_proj"))
+    found = (x, gate_up, down, ids, weights)
+    return _Call(*found) if all(isinstance(t, Tensor) for t in found) else None
 
 
 def _used(instance: Any) -> Any:
