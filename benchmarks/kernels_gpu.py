@@ -140,7 +140,8 @@ def crossover(op: Op, bench: Bench) -> dict[str, Any]:
         call = cut(whole, count)
         eager = bench.host_ms(Passes(op.reference, call).both)[0]
         ours = bench.host_ms(Passes(op.function, call).both)[0]
-        found.append({"tokens": count, "elements": size(call), "eager_ms": eager, "opake_ms": ours})
+        elements = op.work(*call.args, **call.kwargs) if op.work else size(call)
+        found.append({"tokens": count, "elements": elements, "eager_ms": eager, "opake_ms": ours})
         count *= 4
     slower = [x["elements"] for x in found if x["opake_ms"] > x["eager_ms"]]
     pays = [x["elements"] for x in found if x["elements"] > max(slower, default=-1)]

@@ -418,7 +418,7 @@ def test_explain_has_a_row_for_every_concern(model):
         assert row.status != "skipped" or row.reason
     assert rows["sdpa"].status == "on"
     assert rows["sdpa"].count == 2
-    assert rows["grouped_moe"].reason == "not in this release"
+    assert rows["lora_mlp"].reason == "not in this release"
     assert rows["dropout"].status == "off"
     assert "process-wide" in rows["first_order"].reason
     text = str(opake.check(model))

@@ -6,6 +6,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ import pytest
 import torch
 from interpreter import interpreted
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, jacrev, vmap
 from torch.nn import functional as F
 
 from opake import kernels as K
@@ -194,6 +195,30 @@ def test_ids_outside_make_nan_and_no_gradient() -> None:
         torch.testing.assert_close(a, b if b.shape != ids.shape else b * inside)
 
 
+@interpreted
+def test_ids_outside_that_are_skipped_add_nothing() -> None:
+    ids = torch.tensor([[0, 3], [7, 1], [3, -1], [2, 2]])
+    x, gate_up, down, _, weights = made(ids, 3)
+    inside = (ids >= 0) & (ids < 3)
+    args = (x, gate_up, down, ids.where(inside, torch.tensor(0)), weights * inside)
+    expected = gradients(loop, [t.double() if i != 3 else t for i, t in enumerate(args)])
+    expected[4] *= inside
+
+    def skipping(*leaves: Tensor) -> Any:
+        return op.fused(*leaves, skip=True)
+
+    found = gradients(skipping, (x, gate_up, down, ids, weights))
+    assert oracle.fused(op)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
+    slope = grad(lambda x: skipping(x, gate_up, down, ids, weights).sin().sum())
+    rows = vmap(slope)(torch.stack([x, x / 2]))
+    exact = grad(lambda x: loop(x, *(t.double() for t in args[1:3]), *args[3:]).sin().sum())
+    torch.testing.assert_close(rows[0].double(), exact(x.double()), rtol=1e-4, atol=1e-4)
+    curved = jacrev(slope)(x)  # by plain PyTorch
+    torch.testing.assert_close(curved.double(), jacrev(exact)(x.double()), rtol=1e-4, atol=1e-4)
+
+
 # ---- what it costs
 
 
@@ -293,6 +318,39 @@ def test_experts_that_are_not_kept_by_mistake_are_computed() -> None:
     found = gradients(lambda *a: function(options, *a), args)
     for a, b in zip(found, gradients(op.reference, args), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@interpreted
+def test_gradients_of_what_is_mapped_further_inside_are_the_kernels() -> None:
+    args = made(torch.tensor([[0, 1], [1, 2]]), 3)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return vmap(moe, (0, 0, 0, None, 0))(*leaves[:3], args[3], leaves[3]).sin().sum()
+
+    two = [torch.stack([args[i], args[i] / 2]) for i in SMOOTH]
+    found = grad(loss, (0, 1, 2, 3))(*two)
+    assert oracle.fused(op)
+    leaves = [x.clone().requires_grad_() for x in two]
+    loss(*leaves).backward()
+    assert oracle.fused(op)
+    exact = [x.double().requires_grad_() for x in two]
+    for k in range(2):
+        x, gate_up, down, weights = (leaf[k] for leaf in exact)
+        loop(x, gate_up, down, args[3], weights).sin().sum().backward()
+    for g, leaf, truth in zip(found, leaves, exact, strict=True):
+        for a in (g, leaf.grad):
+            torch.testing.assert_close(a.double(), truth.grad, rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_several_threads_get_the_same_bits() -> None:
+    args = made(torch.tensor([[0, 1], [1, 2], [2, 0]]), 3)
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(gradients, moe, args) for _ in range(8)]
+    expected = gradients(moe, args)
+    assert oracle.fused(op)
+    for call in calls:
+        assert all(map(torch.equal, call.result(), expected))
 
 
 # ---- dtypes

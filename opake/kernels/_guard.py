@@ -136,7 +136,7 @@ def decide(
         return False, "forward-mode differentiation goes through the reference"
     if reason := op.fits(*args, **kwargs):
         return False, reason
-    return _pays(op, found, device, min_elements)
+    return _pays(op, args, kwargs, found, min_elements)
 
 
 def _here(device: torch.device, found: list[Tensor]) -> Decision:
@@ -172,7 +172,7 @@ def _unlike(found: list[Tensor], device: torch.device) -> str:
             return SEVERAL_DEVICES
         if x.dtype not in _DTYPES:
             return f"{x.dtype} is computed by the reference"
-        if not inference and _physical(x).is_inference():  # autograd would not save it
+        if not inference and physical(x).is_inference():  # autograd would not save it
             return "an input is an inference tensor"
     return ""
 
@@ -186,16 +186,27 @@ def tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from tensors(x)
 
 
-def _pays(op: Op, found: list[Tensor], device: torch.device, min_elements: int | None) -> Decision:
+def _pays(
+    op: Op,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    found: list[Tensor],
+    min_elements: int | None,
+) -> Decision:
+    device = found[0].device
     if min_elements is None and _layers:
         min_elements = _layers[-1][0]
     if min_elements is None:
         min_elements = _measured(op, device)
     if not min_elements:
         return _YES
-    for x in found:
-        if x.numel() >= min_elements or _physical(x).numel() >= min_elements:
+    if op.work is not None:
+        if op.work(*args, **kwargs) >= min_elements:
             return _YES
+    else:
+        for x in found:
+            if x.numel() >= min_elements or physical(x).numel() >= min_elements:
+                return _YES
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _YES
     return False, f"fewer than {min_elements} elements: fusion does not pay"
@@ -216,12 +227,22 @@ def architecture(index: int) -> str:
     return f"sm_{major}{minor}"
 
 
-def _physical(x: Tensor) -> Tensor:
-    """The tensor under every functorch level: all mapped examples, not one."""
+def physical(x: Tensor) -> Tensor:
+    """Return the tensor under every functorch level: all mapped examples, not one."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         x = functorch.get_unwrapped(x)
     return x
+
+
+def tracked(x: Tensor) -> bool:
+    """Tell whether a gradient of ``x`` may be asked for, at any functorch level."""
+    functorch = torch._C._functorch
+    while not x.requires_grad:
+        if not functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = functorch.get_unwrapped(x)  # a mapped tensor does not say it for what it maps
+    return True
 
 
 # ---- whose memory a kernel may read

@@ -29,11 +29,13 @@ class Options(NamedTuple):
         activation: its name.
         dtype: of the output.
         keep: whether a gradient may be asked for; without what is kept, plain PyTorch computes it.
+        skip: whether an id outside means no expert; else it makes its token NaN.
     """
 
     activation: str
     dtype: torch.dtype
     keep: bool
+    skip: bool = False
 
 
 class Block(NamedTuple):
@@ -201,7 +203,7 @@ def forward(batch: int, options: Options, *tensors: Tensor) -> tuple[Tensor | No
     _rows(call, routing, h, call.down, y, down, transposed=True)
     del h
     out = torch.empty(tensors[0].shape, dtype=options.dtype, device=x.device)
-    combine(y, call.ids, out, call.experts, marked=True)
+    combine(y, call.ids, out, call.experts, marked=not options.skip)
     return out, pairs
 
 

@@ -42,6 +42,8 @@ class Op:
         crossover: by architecture (``"sm_90"``), elements from which both passes end no later than
             the reference's, measured on an idle queue; a GPU that is not listed has
             :data:`~opake.kernels._guard.MIN_ELEMENTS`.
+        work: counts the elements that ``crossover`` and ``min_elements`` mean, given the call's
+            arguments; by default those of its largest tensor.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Op:
     benchmarks: tuple[Shape, ...] = ()
     launches: tuple[Launch, ...] = ()
     crossover: dict[str, int] = field(default_factory=dict)
+    work: Callable[..., int] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the kernels if they can and should, the reference otherwise.

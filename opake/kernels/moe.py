@@ -14,6 +14,7 @@ from opake.kernels._arguments import require_tensors
 from opake.kernels._autograd import fused_function
 from opake.kernels._bounds import check_indices
 from opake.kernels._examples import Call, Draw, Shape
+from opake.kernels._guard import physical, tracked
 from opake.kernels._moe import PULL_BACK, ROWS, UP, WEIGHT, Options, backward, forward
 from opake.kernels._moe_activations import ACTIVATIONS
 from opake.kernels._moe_routing import COMBINE, KEYS, STARTS, TILES
@@ -50,12 +51,13 @@ def _plain(
     *,
     activation: str,
     dtype: torch.dtype,
+    skip: bool = False,
 ) -> Tensor:
     tokens = _matrix(x.to(gate_up.dtype))
     ids = _matrix(topk_ids).long()
     weights = _matrix(topk_weights)
     outside = None
-    if ids.device.type == "cuda":
+    if skip or ids.device.type == "cuda":
         outside = (ids < 0) | (ids >= gate_up.shape[0])
         ids = ids.masked_fill(outside, 0)
         weights = weights.masked_fill(outside, 0)
@@ -63,7 +65,7 @@ def _plain(
     few = ids.numel() <= gate_up.shape[0] or copies <= _FEW
     compute = _by_slot if few else _by_expert
     out = compute(tokens, gate_up, down, ids, weights, activation)
-    if outside is not None:  # added, as the token's other slots have their gradients
+    if outside is not None and not skip:  # added, as the token's other slots have their gradients
         out = out + torch.zeros_like(out).masked_fill(outside.any(1, keepdim=True), math.nan)
     return out.to(dtype).view(x.shape)
 
@@ -117,7 +119,9 @@ def _wide(x: Tensor) -> torch.dtype:
 
 _function = fused_function(
     "moe",
-    lambda options, *tensors: _plain(*tensors, activation=options.activation, dtype=options.dtype),
+    lambda options, *tensors: _plain(
+        *tensors, activation=options.activation, dtype=options.dtype, skip=options.skip
+    ),
     forward,
     backward,
     saved=1,
@@ -133,14 +137,17 @@ def _fused(
     topk_weights: Tensor,
     *,
     activation: str = "silu",
+    skip: bool = False,
 ) -> Any:
+    """Run the kernels. With ``skip``, an id outside means nobody, as in a part of all experts."""
     dtype, device = gate_up.dtype, x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)  # what F.linear computes in
     smooth = (x, gate_up, down, topk_weights)
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in smooth)
+    keep = torch.is_grad_enabled() and any(map(tracked, smooth))
     matrices = (t.to(dtype) for t in (x, gate_up, down))
-    return _function(Options(activation, x.dtype, keep), *matrices, topk_ids, topk_weights)
+    options = Options(activation, x.dtype, keep, skip)
+    return _function(options, *matrices, topk_ids, topk_weights)
 
 
 # ---- public
@@ -230,12 +237,28 @@ def _fits(
     down: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    *,
-    activation: str = "silu",
+    **options: Any,
 ) -> str:
     if not (x.numel() and topk_ids.numel() and down.numel()):
         return "there is nothing to multiply"
     return ""
+
+
+def _work(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    **options: Any,
+) -> int:
+    """Count the weights that all slots, of all mapped examples, are multiplied by: T K 3 I H.
+
+    The reference, and transformers' ``batched_mm``, copy so many. Kernels read each weight once,
+    and wait longer for their host.
+    """
+    examples = max(physical(t).numel() // t.numel() for t in (x, topk_ids))
+    return examples * topk_ids.numel() * 3 * down.shape[1] * down.shape[2]
 
 
 def _examples(draw: Draw) -> Call:
@@ -298,6 +321,7 @@ MOE = register(
             _shape(64, 8, 2048, 1024, 16),
             _shape(4, 2, 40, 24, 72),
         ),
+        work=_work,
         launches=(KEYS, STARTS, TILES, UP, ROWS, PULL_BACK, WEIGHT, COMBINE),
     )
 )

@@ -30,6 +30,7 @@ from opake.plan import (
     embeddings,
     experts,
     generic,
+    grouped_moe,
     heads,
     kernels,
     losses,
@@ -60,6 +61,7 @@ MODEL: dict[str, Concern] = {
     "activation": kernels.ACTIVATION,
     "cross_entropy": losses.CROSS_ENTROPY,
     "embedding": embeddings.EMBEDDING,
+    "grouped_moe": grouped_moe.GROUPED_MOE,
     "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""

@@ -103,6 +103,13 @@ class _ExpertsPatch(ForwardPatch):
                     stacks.push(self.slot, layer)
 
 
+def maps(patch: Any) -> bool:
+    """Tell whether a patch is one that runs stock's experts, and lets ``vmap`` map them."""
+    if not isinstance(patch, _ExpertsPatch):
+        return False
+    return patch.wrapper is not compat("experts").out_of_reach
+
+
 def _router_loss(inner: nn.Module, experts: Any) -> list[SlotPatch]:
     forward = stock_method(inner)
     stock = getattr(importlib.import_module(forward.__module__), experts.ROUTER_LOSS, None)
