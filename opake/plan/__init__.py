@@ -31,6 +31,7 @@ from opake.plan import (
     experts,
     generic,
     kernels,
+    lora,
     losses,
     norms,
     process,
@@ -57,6 +58,7 @@ MODEL: dict[str, Concern] = {
     "activation": kernels.ACTIVATION,
     "cross_entropy": losses.CROSS_ENTROPY,
     "embedding": embeddings.EMBEDDING,
+    "lora_w": lora.LORA_W,
     "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""
@@ -211,7 +213,7 @@ def _refuse_unfound(model_type: str, family: Family) -> None:
 
 def _plan_all(model: Any, family: Family) -> Plan:
     """Plan every concern that does not ask for a GPU, as :mod:`opake.plan.generic` tries it."""
-    return _plan_as(family, model, model, resolve(kernels=False))
+    return _plan_as(family, model, model, resolve(kernels=False, peft=False))
 
 
 def _refuse_absent(context: Context) -> None:

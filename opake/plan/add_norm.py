@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels
-from opake.engine import ForwardPatch, stacks
+from opake.engine import ForwardPatch
 from opake.engine.reclass import stock_class
-from opake.engine.slots import MISSING, attribute_slot
 from opake.plan import fused, norms
 from opake.plan.fused import Found
-from opake.plan.modules import built_class, foreign_forward, stock_method
+from opake.plan.modules import built_class, stock_method
 from opake.plan.step import Concern, Context, Skip, Step
 
 _CALL = "_opake_add_norm"
@@ -226,18 +225,8 @@ def _is_bare(norm: Any, cls: type) -> bool:
         and not (norm._forward_hooks or norm._forward_pre_hooks)
         and not (norm._backward_hooks or norm._backward_pre_hooks)
         and not _has_any_global_hook()  # type: ignore[no-untyped-call]
-        and _is_ours(norm)
+        and fused.is_ours(norm, norms.run_rms)
     )
-
-
-def _is_ours(norm: Any) -> bool:
-    """Tell whether nobody but the concern of RMS norms has wrapped this one."""
-    if "forward" not in vars(norm):
-        return True
-    stack = stacks.find(attribute_slot(norm, "forward"))
-    if stack is None or stack.base is not MISSING or foreign_forward(norm) is not None:
-        return False
-    return all(norms.is_wrapper(layer.build) for layer in stack.layers)
 
 
 @functools.cache

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from opake import kernels
-from opake.engine import AttributePatch, Patch
+from opake.engine import AttributePatch, Patch, stacks
+from opake.engine.slots import MISSING, attribute_slot
 from opake.plan.guard import Guard
 from opake.plan.modules import built_class, foreign_forward, is_of_file, stock_method
 from opake.plan.step import Context, Skip, Step
@@ -89,6 +90,20 @@ def strange(wrapped: Any, instance: Any, args: Any, kwargs: Any, method: str = "
     if getattr(wrapped, "func", None) is not stock_method(instance, method):
         return "another wrapper lies beneath"
     return ""
+
+
+def is_ours(module: Any, *wrappers: Any) -> bool:
+    """Tell whether nobody but us, with these wrappers, has changed the ``forward`` of a module."""
+    if "forward" not in vars(module):
+        return True
+    stack = stacks.find(attribute_slot(module, "forward"))
+    if stack is None or stack.base is not MISSING or not stack.is_ours(vars(module)["forward"]):
+        return False
+    return all(_wrapper_of(layer.build) in wrappers for layer in stack.layers)
+
+
+def _wrapper_of(build: Any) -> Any:
+    return getattr(getattr(build, "__self__", None), "wrapper", None)
 
 
 def autocasts(x: Tensor) -> bool:
