@@ -32,6 +32,8 @@ from opake.plan import (
     generic,
     kernels,
     lora,
+    lora_mlp,
+    lora_qkv,
     losses,
     norms,
     process,
@@ -59,6 +61,8 @@ MODEL: dict[str, Concern] = {
     "cross_entropy": losses.CROSS_ENTROPY,
     "embedding": embeddings.EMBEDDING,
     "lora_w": lora.LORA_W,
+    "lora_qkv": lora_qkv.LORA_QKV,
+    "lora_mlp": lora_mlp.LORA_MLP,
     "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""

@@ -22,7 +22,8 @@ from opake.plan.modules import built_class, is_of_file
 from opake.plan.step import Concern, Context, Skip, Step
 
 _SLOT = fused.slot("lora_w")
-_HOOKED = "a LoRA layer, or a part of it, has hooks or another forward"
+HOOKED = "a LoRA layer, or a part of it, has hooks or another forward"
+NO_ADAPTER = "there is no adapter"
 
 Layer = tuple[Tensor, list[Tensor], list[Tensor], list[float], Tensor | None]
 """Weight, A, B, scale and bias, as the operators take them."""
@@ -59,6 +60,18 @@ def unfit(module: Any) -> str:
     return why and f"lora.Linear: {why}"
 
 
+def unfit_parts(module: nn.Module, names: tuple[str, ...]) -> str | None:
+    """Say why not all of these parts are LoRA layers that fit; None where none is one at all."""
+    cls, parts = built_class(module), {name: module._modules[name] for name in names}
+    if not any(is_adapted(part) for part in parts.values()):
+        return None
+    without = [name for name, part in parts.items() if not is_adapted(part)]
+    if without:
+        return f"{cls.__name__}: {', '.join(without)} has no adapter"
+    whys = (unfit(part) for part in parts.values())
+    return next(filter(None, whys), "")
+
+
 def _is_linear(cls: Any) -> bool:
     peft = sys.modules.get("peft.tuners.lora.layer")
     return peft is not None and cls is peft.Linear
@@ -72,8 +85,11 @@ def _is_genuine(cls: Any, forward: Any) -> bool:
 # ---- what a layer is at this call
 
 
-def read(layer: Any, x: Any) -> Layer | str:
-    """Return what a LoRA layer computes of ``x`` now, or why no operator does."""
+def read(layer: Any, x: Any, width: int | None = None) -> Layer | str:
+    """Return what a LoRA layer computes of ``x`` now, or why no operator does.
+
+    ``width`` is that of what it is given in the place of ``x``.
+    """
     if not isinstance(x, Tensor):
         return "the input is no tensor"
     if layer.disable_adapters or layer.merged:
@@ -84,7 +100,7 @@ def read(layer: Any, x: Any) -> Layer | str:
     if any(name in layer.lora_variant for name in names):
         return "an adapter is no plain LoRA"
     if not all(_is_bare(part, nn.Linear) for part in (base, *lower, *upper)):
-        return _HOOKED
+        return HOOKED
     if not all(_drops_nothing(layer.lora_dropout[name]) for name in names):
         return "dropout is in effect"
     if any(part.bias is not None for part in (*lower, *upper)):
@@ -96,7 +112,10 @@ def read(layer: Any, x: Any) -> Layer | str:
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "the base layer is trained"
     a, b = ([part.weight for part in parts] for parts in (lower, upper))
-    return _misfit(x, weight, a, b, bias, layer) or (weight, a, b, scale, bias)
+    found = (weight, a, b, scale, bias)
+    return (
+        _misfit(found, x.shape[-1:] if width is None else (width,)) or _cast(layer, x, a) or found
+    )
 
 
 def _is_bare(module: Any, cls: type) -> bool:
@@ -119,33 +138,35 @@ def _drops_nothing(dropout: Any) -> bool:
     return _is_bare(dropout, nn.Dropout) and not (dropout.training and dropout.p)
 
 
-def _misfit(
-    x: Any, weight: Tensor, a: list[Tensor], b: list[Tensor], bias: Tensor | None, layer: Any
-) -> str:
-    """Say where shapes are such that stock raises, or dtypes such that it casts in another way."""
-    shape, width = tuple(weight.shape), x.shape[-1:]
+def _misfit(layer: Layer, width: tuple[int, ...]) -> str:
+    """Say where shapes are such that stock raises."""
+    weight, a, b, _, bias = layer
+    shape = tuple(weight.shape)
     fits = len(shape) == 2 and tuple(width) == shape[1:]
     for lower, upper in zip(a, b, strict=True):
         rank = tuple(lower.shape[:1])
         fits = fits and (*rank, *shape[1:]) == tuple(lower.shape)
         fits = fits and (*shape[:1], *rank) == tuple(upper.shape)
-    if not fits or (bias is not None and tuple(bias.shape) != shape[:1]):
-        return "shapes that do not fit each other"
-    cast = {lower.dtype for lower in a} - {x.dtype}
-    if cast and not layer.cast_input_dtype_enabled:
+    fits = fits and (bias is None or tuple(bias.shape) == shape[:1])
+    return "" if fits else "shapes that do not fit each other"
+
+
+def _cast(layer: Any, x: Tensor, a: list[Tensor]) -> str:
+    """Say where PEFT does not cast to the adapters' dtype, or not to that alone."""
+    if not layer.cast_input_dtype_enabled and any(y.dtype != x.dtype for y in a):
         return "the input is not cast to the adapters' dtype"
-    if torch.float16 in cast and fused.autocasts(x):
+    if fused.autocasts(x) and any(y.dtype == torch.float16 for y in a):
         return "adapters in fp16 under autocast"  # PEFT goes by way of a narrower range
     return ""
 
 
-def is_whole(layer: Any) -> bool:
-    """Tell whether calling a LoRA layer is PEFT's ``forward``, or what is ours of it, now."""
+def is_whole(layer: Any, *wrappers: Any) -> bool:
+    """Tell whether calling a LoRA layer is PEFT's ``forward``, or these wrappers' of it, now."""
     return (
         is_adapted(layer)
         and _is_genuine(stock_class(layer), stock_class(layer).forward)  # type: ignore[attr-defined]
         and not _hooked(layer)
-        and fused.is_ours(layer, *WRAPPERS)
+        and fused.is_ours(layer, *wrappers)
     )
 
 
@@ -158,8 +179,7 @@ def run_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)  # inductor fuses the stock code itself
     site: fused.Site = vars(instance)[_SLOT]
     why: Any = fused.strange(wrapped, instance, args, kwargs)
-    if not why:
-        why = read(instance, args[0]) if not globally_hooked() else _HOOKED
+    why = why or (HOOKED if globally_hooked() else read(instance, args[0]))
     if isinstance(why, str):
         return site.guard.stock(why, wrapped, args, kwargs)
     return site.guard.run(_OP(), (args[0], *why), {}, wrapped, args)
@@ -168,10 +188,6 @@ def run_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def globally_hooked() -> bool:
     """Tell whether somebody hooks every module there is."""
     return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
-
-
-WRAPPERS: list[Any] = [run_layer]
-"""What may lie over PEFT's ``forward`` and computes the same."""
 
 
 @functools.cache
