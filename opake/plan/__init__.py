@@ -33,6 +33,9 @@ from opake.plan import (
     grouped_moe,
     heads,
     kernels,
+    lora,
+    lora_mlp,
+    lora_qkv,
     losses,
     norms,
     process,
@@ -62,6 +65,9 @@ MODEL: dict[str, Concern] = {
     "cross_entropy": losses.CROSS_ENTROPY,
     "embedding": embeddings.EMBEDDING,
     "grouped_moe": grouped_moe.GROUPED_MOE,
+    "lora_w": lora.LORA_W,
+    "lora_qkv": lora_qkv.LORA_QKV,
+    "lora_mlp": lora_mlp.LORA_MLP,
     "dropout": dropout.DROPOUT,
 }
 """The concerns that act on one model."""
@@ -216,7 +222,7 @@ def _refuse_unfound(model_type: str, family: Family) -> None:
 
 def _plan_all(model: Any, family: Family) -> Plan:
     """Plan every concern that does not ask for a GPU, as :mod:`opake.plan.generic` tries it."""
-    return _plan_as(family, model, model, resolve(kernels=False))
+    return _plan_as(family, model, model, resolve(kernels=False, peft=False))
 
 
 def _refuse_absent(context: Context) -> None:

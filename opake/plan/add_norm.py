@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from opake import kernels
-from opake.engine import ForwardPatch, stacks
+from opake.engine import ForwardPatch
 from opake.engine.reclass import stock_class
-from opake.engine.slots import MISSING, attribute_slot
 from opake.plan import fused, norms
 from opake.plan.fused import Found
-from opake.plan.modules import built_class, foreign_forward, stock_method
+from opake.plan.modules import built_class, stock_method
 from opake.plan.step import Concern, Context, Skip, Step
 
 _CALL = "_opake_add_norm"
@@ -220,17 +219,9 @@ def _add_norm(layer: Any, name: str, x: Tensor, residual: Tensor) -> tuple[Tenso
 
 def _is_bare(norm: Any, cls: type) -> bool:
     """Tell whether calling a norm runs its class's formula and nothing else, now."""
-    return stock_class(norm) is cls and not fused.hooked(norm) and _is_ours(norm)
-
-
-def _is_ours(norm: Any) -> bool:
-    """Tell whether nobody but the concern of RMS norms has wrapped this one."""
-    if "forward" not in vars(norm):
-        return True
-    stack = stacks.find(attribute_slot(norm, "forward"))
-    if stack is None or stack.base is not MISSING or foreign_forward(norm) is not None:
-        return False
-    return all(norms.is_wrapper(layer.build) for layer in stack.layers)
+    return (
+        stock_class(norm) is cls and not fused.hooked(norm) and fused.is_ours(norm, norms.run_rms)
+    )
 
 
 @functools.cache

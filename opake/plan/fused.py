@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels
-from opake.engine import AttributePatch, Patch
+from opake.engine import AttributePatch, Patch, stacks
+from opake.engine.slots import MISSING, attribute_slot
 from opake.plan.guard import Guard
 from opake.plan.modules import built_class, foreign_forward, is_of_file, stock_method
 from opake.plan.step import Context, Skip, Step
@@ -109,6 +110,20 @@ def hooked(module: nn.Module) -> bool:
 def parameters(forward: Any) -> tuple[str, ...]:
     """Return the names of the parameters of a method."""
     return tuple(inspect.signature(forward).parameters)
+
+
+def is_ours(module: Any, *wrappers: Any) -> bool:
+    """Tell whether nobody but us, with these wrappers, has changed the ``forward`` of a module."""
+    if "forward" not in vars(module):
+        return True
+    stack = stacks.find(attribute_slot(module, "forward"))
+    if stack is None or stack.base is not MISSING or not stack.is_ours(vars(module)["forward"]):
+        return False
+    return all(_wrapper_of(layer.build) in wrappers for layer in stack.layers)
+
+
+def _wrapper_of(build: Any) -> Any:
+    return getattr(getattr(build, "__self__", None), "wrapper", None)
 
 
 def autocasts(x: Tensor) -> bool:

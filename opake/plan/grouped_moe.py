@@ -17,13 +17,13 @@ from opake.kernels._bounds import check_indices
 from opake.plan import experts, fused
 from opake.plan.fused import Found
 from opake.plan.kernels import (
+    Formula,
+    Parts,
     _expert_gate,
-    _Formula,
     _is_expert_gate,
-    _is_plain,
     _kind,
     _op_of,
-    _Parts,
+    is_plain,
 )
 from opake.plan.modules import (
     built_class,
@@ -89,7 +89,7 @@ def _used(instance: Any) -> Any:
     return instance.config._experts_implementation
 
 
-def _replaced(wrapped: Any, instance: Any, formula: _Formula) -> str:
+def _replaced(wrapped: Any, instance: Any, formula: Formula) -> str:
     """Say what is not as it was when the module was looked at."""
     used = _used(instance)
     if used not in _STOCK or not _is_upstream(used):
@@ -103,11 +103,11 @@ def _replaced(wrapped: Any, instance: Any, formula: _Formula) -> str:
     return ""
 
 
-def _activates(act_fn: Any, formula: _Formula) -> bool:
+def _activates(act_fn: Any, formula: Formula) -> bool:
     """Tell whether ``act_fn`` is what it was when it was looked at."""
     if formula.act_fn is None:
         return _FUNCTIONS.get(act_fn) == formula.op
-    return _is_plain(act_fn, formula)
+    return is_plain(act_fn, formula)
 
 
 def _is_upstream(implementation: Any) -> bool:
@@ -193,7 +193,7 @@ def _examine(module: nn.Module) -> Found | str | None:
         op, kind = _FUNCTIONS.get(act_fn), None
     if op is None:
         return f"no kernel for {type(act_fn).__name__}"
-    formula = _Formula(_Parts("", "", "", "act_fn"), op, kind)
+    formula = Formula(Parts("", "", "", "act_fn"), op, kind)
     patch = ForwardPatch(module, _run, slot=own_slot(module))
     return Found(formula, [patch], f"{cls.__name__}.forward")
 

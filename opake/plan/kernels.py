@@ -23,7 +23,7 @@ from opake.plan.step import Concern, Context, Skip, Step
 _SLOT = fused.slot("activation")
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     """Which attributes of a module play which part; gate and up are one in a packed one."""
 
     gate: str
@@ -33,8 +33,10 @@ class _Parts(NamedTuple):
     """None where SiLU is written into the code."""
 
 
-class _Formula(NamedTuple):
-    parts: _Parts
+class Formula(NamedTuple):
+    """A gated module: its parts, and the operator of its activation."""
+
+    parts: Parts
     op: str
     act_fn: tuple[type, Any] | None
     """What the activation was when it was looked at."""
@@ -81,7 +83,7 @@ def _kind(act_fn: Any) -> tuple[type, Any]:
     return type(act_fn), tuple((n, v) for n, v in own if isinstance(v, plain))
 
 
-def _is_plain(act_fn: Any, formula: _Formula) -> bool:
+def is_plain(act_fn: Any, formula: Formula) -> bool:
     """Tell whether calling ``act_fn`` is what it was and nothing else, now."""
     if formula.act_fn is None:
         return True
@@ -105,7 +107,7 @@ def _op(name: str) -> Any:
 # ---- in the place of stock's
 
 
-def _split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Run ``down(act(gate(x)) * up(x))`` with the middle fused."""
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)  # inductor fuses the stock code itself
@@ -158,11 +160,11 @@ def _expert_gate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _strange(
-    wrapped: Any, instance: Any, args: Any, kwargs: Any, method: str, formula: _Formula
+    wrapped: Any, instance: Any, args: Any, kwargs: Any, method: str, formula: Formula
 ) -> str:
     why = fused.strange(wrapped, instance, args, kwargs, method)
     name = formula.parts.act
-    if why or name is None or _is_plain(getattr(instance, name), formula):
+    if why or name is None or is_plain(getattr(instance, name), formula):
         return why
     return "the activation has hooks, or is another one now"
 
@@ -171,14 +173,14 @@ def _strange(
 
 
 def _activation(context: Context) -> Step | Skip:
-    declared = _declared(context)
-    if isinstance(declared, Skip):
-        return declared
-    examine = functools.partial(_examine, declared)
-    return fused.build(context, "activation", examine, "the model has no gated MLP")
+    classes = declared(context)
+    if isinstance(classes, Skip):
+        return classes
+    looked_at = functools.partial(examine, classes)
+    return fused.build(context, "activation", looked_at, "the model has no gated MLP")
 
 
-def _declared(context: Context) -> tuple[type, ...] | Skip:
+def declared(context: Context) -> tuple[type, ...] | Skip:
     """Return the classes that the family says are gated."""
     family, found = context.family, []
     for name in filter(None, (family.mlp, family.experts)):
@@ -189,11 +191,12 @@ def _declared(context: Context) -> tuple[type, ...] | Skip:
     return tuple(found)
 
 
-def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | None:
+def examine(classes: tuple[type, ...], module: nn.Module) -> Found | str | None:
+    """Look at a module that may be gated; those of these classes are said to be."""
     cls: Any = built_class(module)
     if cls.__module__.startswith("torch."):
         return None
-    named = isinstance(module, declared)
+    named = isinstance(module, classes)
     if named and getattr(cls, "_apply_gate", None):
         return _examine_experts(module, cls)
     act = next((n for n in ("act_fn", "activation_fn", "act") if hasattr(module, n)), None)
@@ -211,9 +214,9 @@ def _examine(declared: tuple[type, ...], module: nn.Module) -> Found | str | Non
     op = "swiglu" if act is None else _op_of(getattr(module, act))
     if op is None:
         return f"no kernel for {kind[0].__name__}"  # type: ignore[index]
-    wrapper = _packed if parts.gate == parts.up else _split
+    wrapper = _packed if parts.gate == parts.up else split
     target = f"{cls.__name__}.forward"
-    return Found(_Formula(parts, op, kind), [ForwardPatch(module, wrapper)], target)
+    return Found(Formula(parts, op, kind), [ForwardPatch(module, wrapper)], target)
 
 
 def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
@@ -226,7 +229,7 @@ def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
         return f"no kernel for {kind[0].__name__}"
     used = getattr(module.config, "_experts_implementation", None)
     where = " (eager ones gate by themselves)" if used == "eager" else ""
-    formula = _Formula(_Parts("", "", "", "act_fn"), op, kind)
+    formula = Formula(Parts("", "", "", "act_fn"), op, kind)
     patch = ForwardPatch(module, _expert_gate, slot="_apply_gate")
     return Found(formula, [patch], f"{cls.__name__}._apply_gate{where}")
 
@@ -234,7 +237,7 @@ def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
 @functools.cache
 def _mlp_parts(
     cls: Any, forward: Any, projections: tuple[str, ...], act: str | None, plain: Any
-) -> _Parts | None:
+) -> Parts | None:
     """Find out which projection is which, by the results."""
     if len(inspect.signature(forward).parameters) != 2:
         return None
@@ -256,13 +259,13 @@ def _mlp_parts(
     return None
 
 
-def _castings(projections: tuple[str, ...], act: str | None) -> Iterator[_Parts]:
+def _castings(projections: tuple[str, ...], act: str | None) -> Iterator[Parts]:
     if len(projections) == 2:
         for gate_up, down in itertools.permutations(projections):
-            yield _Parts(gate_up, gate_up, down, act)
+            yield Parts(gate_up, gate_up, down, act)
     if len(projections) == 3:
         for gate, up, down in itertools.permutations(projections):
-            yield _Parts(gate, up, down, act)
+            yield Parts(gate, up, down, act)
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def examine_rms(module: nn.Module) -> Found | str | None:
     formula = _rms_formula(cls, cls.forward, _shape_of(weight), fused.plain(module))
     if formula is None:
         return f"{name}.forward is another formula"
-    return Found(formula, [ForwardPatch(module, _run_rms)], f"{name}.forward")
+    return Found(formula, [ForwardPatch(module, run_rms)], f"{name}.forward")
 
 
 def _is_rms(cls: type) -> bool:
@@ -95,7 +95,8 @@ def _called(reference: Any, options: dict[str, Any], x: Tensor, weight: Tensor |
     return result
 
 
-def _run_rms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def run_rms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Run an RMS norm by its kernel."""
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)  # inductor fuses the stock code itself
     site: fused.Site = vars(instance)["_opake_rms_norm"]
@@ -107,11 +108,6 @@ def _run_rms(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     options = {"offset": formula.offset, "casting_mode": formula.casting_mode}
     eps = getattr(instance, formula.eps)
     return site.guard.run(_RMS(), (args[0], weight, eps), options, wrapped, args)
-
-
-def is_wrapper(build: Any) -> bool:
-    """Tell whether a layer of a slot is the wrapper of this concern."""
-    return getattr(getattr(build, "__self__", None), "wrapper", None) is _run_rms
 
 
 @functools.cache
