@@ -19,6 +19,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_sub
 from interpreter import interpreted, round_bfloat16
 from oracle import Result, Snapshot, error, errors_by_row, per_example, same_bits, stock_loop
 from peft import LoraConfig, get_peft_model
+from test_checkpointing import enable, peft_names
 from test_kernels_in_models import FUSED_BAR, make
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
@@ -378,7 +379,8 @@ def test_adapters_of_each_row_are_left_to_peft() -> None:
         assert close(model(**asked).logits, expected)
         stats = fused(model)
     assert stats["lora_w"] == {"ran": 0, "fell_back": {"called with other arguments": 14}}
-    assert stats["lora_qkv"] == stats["lora_mlp"] == {"ran": 0, "fell_back": {HOOKED: 2}}
+    assert stats["lora_qkv"] == {"ran": 0, "fell_back": {}}  # nobody asked it
+    assert stats["lora_mlp"] == {"ran": 0, "fell_back": {HOOKED: 2}}
 
 
 @interpreted
@@ -433,7 +435,7 @@ class Doubles(ModelHook):
 
 @interpreted
 def test_a_projection_of_another_tensor_or_one_more_is_peft_s() -> None:
-    model, x = adapted(), torch.randn(1, 3, 16)
+    model, x = adapted(), torch.randn(1, 3, 32)
     attention = model.base_model.model.model.layers[0].self_attn
 
     def calls() -> list[Tensor]:
@@ -477,12 +479,13 @@ def test_nothing_is_left_of_a_call_that_ended_or_raised() -> None:
                 assert close(found, expected)
 
 
+@peft_names
 @interpreted
 def test_checkpointed_layers_have_the_loops_gradients() -> None:
     model, batch = adapted("qwen3"), zoo.batch(zoo.RIGHT)
     expected, stock = stock_loop(model, batch), step(model, **batch)
     truth = stock_loop(copy.deepcopy(model).double(), batch)
-    model.base_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    enable(model.base_model.model, use_reentrant=False)
     with opake.patched(model):
         assert_close(step(model, **batch), model, stock, **batch)
         found = per_example(model, batch, batched=True)
@@ -530,12 +533,12 @@ def test_compiled_without_a_break_and_copies_are_stock() -> None:
 
 
 @interpreted
-def test_distributed_and_quantised_weights_are_left_to_peft() -> None:
-    model, x = adapted(), torch.randn(1, 3, 16)
+def test_weights_of_another_dtype_are_left_to_peft() -> None:
+    model, x = adapted(), torch.randn(1, 3, 32)
     attention = model.base_model.model.model.layers[0].self_attn
     with opake.patched(model):
         attention.q_proj.base_layer.weight.data = attention.q_proj.weight.data.double()
         with pytest.raises(RuntimeError, match="dtype"):
             attention.q_proj(x)
         stats = fused(model)["lora_w"]
-    assert stats == {"ran": 0, "fell_back": {"input, weight and bias are of several dtypes": 1}}
+    assert stats == {"ran": 0, "fell_back": {"torch.float64 is computed by the reference": 1}}

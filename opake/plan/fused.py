@@ -97,13 +97,22 @@ def strange(wrapped: Any, instance: Any, args: Any, kwargs: Any, method: str = "
 
 def hooked(module: nn.Module) -> bool:
     """Tell whether calling a module runs more than its ``forward``."""
+    return has_hooks(module) or globally_hooked()
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether a module has hooks of its own."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or _has_any_global_hook()  # type: ignore[no-untyped-call]
     )
+
+
+def globally_hooked() -> bool:
+    """Tell whether somebody hooks every module there is."""
+    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

@@ -81,7 +81,7 @@ def _call(instance: Any, args: Any, kwargs: Any) -> _Call | None:
         return None
     x, ids, weights = (call[name] for name in names)
     gate_up, down = (getattr(instance, name, None) for name in ("gate_up_proj", "down_proj"))
-    found = (x, gate_up, down, ids, weights)
+    found: tuple[Any, ...] = (x, gate_up, down, ids, weights)
     return _Call(*found) if all(isinstance(t, Tensor) for t in found) else None
 
 

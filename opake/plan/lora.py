@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from opake import kernels
 from opake.engine import ForwardPatch
@@ -120,15 +119,8 @@ def read(layer: Any, x: Any, width: int | None = None) -> Layer | str:
 
 def _is_bare(module: Any, cls: type) -> bool:
     """Tell whether calling a module runs the formula of this class and nothing else, now."""
-    return stock_class(module) is cls and "forward" not in vars(module) and not _hooked(module)
-
-
-def _hooked(module: Any) -> bool:
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
+    return (
+        stock_class(module) is cls and "forward" not in vars(module) and not fused.has_hooks(module)
     )
 
 
@@ -165,7 +157,7 @@ def is_whole(layer: Any, *wrappers: Any) -> bool:
     return (
         is_adapted(layer)
         and _is_genuine(stock_class(layer), stock_class(layer).forward)  # type: ignore[attr-defined]
-        and not _hooked(layer)
+        and not fused.has_hooks(layer)
         and fused.is_ours(layer, *wrappers)
     )
 
@@ -179,15 +171,10 @@ def run_layer(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)  # inductor fuses the stock code itself
     site: fused.Site = vars(instance)[_SLOT]
     why: Any = fused.strange(wrapped, instance, args, kwargs)
-    why = why or (HOOKED if globally_hooked() else read(instance, args[0]))
+    why = why or (HOOKED if fused.globally_hooked() else read(instance, args[0]))
     if isinstance(why, str):
         return site.guard.stock(why, wrapped, args, kwargs)
     return site.guard.run(_OP(), (args[0], *why), {}, wrapped, args)
-
-
-def globally_hooked() -> bool:
-    """Tell whether somebody hooks every module there is."""
-    return bool(_has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 @functools.cache

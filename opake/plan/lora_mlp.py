@@ -66,7 +66,7 @@ def _read(instance: Any, formula: gated.Formula, args: Any, kwargs: Any) -> list
     modules, found = instance._modules, list[lora.Layer]()
     for name in (formula.parts.gate, formula.parts.up, formula.parts.down):
         layer = modules[name]
-        if lora.globally_hooked() or not lora.is_whole(layer, lora.run_layer):
+        if fused.globally_hooked() or not lora.is_whole(layer, lora.run_layer):
             return lora.HOOKED
         width = found[0][0].shape[0] if name == formula.parts.down else None
         this = lora.read(layer, args[0], width)

@@ -138,7 +138,7 @@ class _Group:
             self.parts = {id(y): part for y, part in zip(self.layers, parts, strict=True)}
 
     def _read(self, x: Any) -> list[lora.Layer] | str:
-        if lora.globally_hooked():
+        if fused.globally_hooked():
             return lora.HOOKED
         if not all(lora.is_whole(layer, lora.run_layer, _take) for layer in self.layers):
             return lora.HOOKED
