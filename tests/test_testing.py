@@ -574,6 +574,6 @@ def test_fuzz_gives_each_process_its_share(tmp_path: Path) -> None:
     assert [task.search.examples for task in few] == [1, 1]
     assert search.shrinking == 30.0
     assert search._replace(seconds=600.0).shrinking == 120.0
-    assert counted.shrinking == math.inf
+    assert counted.shrinking == 30.0
     with pytest.raises(_cli_fuzz._Unusable, match=r"--json: .*No such file"):
         _cli_fuzz._Report(tmp_path / "nowhere" / "out.json")

@@ -121,12 +121,12 @@ def parameters(forward: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)
 
 
-def is_ours(module: Any, *wrappers: Any) -> bool:
-    """Tell whether nobody but us, with these wrappers, has changed the ``forward`` of a module."""
-    if "forward" not in vars(module):
+def is_ours(module: Any, *wrappers: Any, method: str = "forward") -> bool:
+    """Tell whether nobody but us, with these wrappers, has changed a method of a module."""
+    if method not in vars(module):
         return True
-    stack = stacks.find(attribute_slot(module, "forward"))
-    if stack is None or stack.base is not MISSING or not stack.is_ours(vars(module)["forward"]):
+    stack = stacks.find(attribute_slot(module, method))
+    if stack is None or stack.base is not MISSING or not stack.is_ours(vars(module)[method]):
         return False
     return all(_wrapper_of(layer.build) in wrappers for layer in stack.layers)
 

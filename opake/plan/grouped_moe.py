@@ -19,10 +19,10 @@ from opake.plan.fused import Found
 from opake.plan.kernels import (
     Formula,
     Parts,
-    _expert_gate,
     _is_expert_gate,
     _kind,
     _op_of,
+    expert_gate,
     is_plain,
 )
 from opake.plan.modules import (
@@ -98,7 +98,9 @@ def _replaced(wrapped: Any, instance: Any, formula: Formula) -> str:
         return "another wrapper lies beneath"
     if not _activates(instance.act_fn, formula):
         return "the activation has hooks, or is another one now"
-    if used not in (None, "eager") and not _gates_as_stock(instance):
+    if used not in (None, "eager") and not fused.is_ours(
+        instance, expert_gate, method="_apply_gate"
+    ):
         return "the gate was replaced"
     return ""
 
@@ -131,17 +133,6 @@ def _over_stock(wrapped: Any, instance: Any) -> bool:
             if reclass.unwrap(getattr(layer.value, "__func__", None)) is inner:
                 return True
     return False
-
-
-def _gates_as_stock(instance: Any) -> bool:
-    """Tell whether ``_apply_gate`` is the class's, but for the fused one that we put over it."""
-    if "_apply_gate" not in vars(instance):
-        return True
-    stack = reclass.table(instance).get("_apply_gate")
-    if stack is None or not stack.is_ours(vars(instance)["_apply_gate"]):
-        return False
-    patches = [getattr(layer.build, "__self__", None) for layer in stack.layers]
-    return all(getattr(patch, "wrapper", None) is _expert_gate for patch in patches)
 
 
 def _unlike(instance: Any, call: _Call) -> str:

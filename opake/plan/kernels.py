@@ -148,7 +148,7 @@ def _packed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return instance._modules[parts.down](product)
 
 
-def _expert_gate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+def expert_gate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     """Run ``act(gate) * up`` of the halves of what the experts projected."""
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)
@@ -230,7 +230,7 @@ def _examine_experts(module: nn.Module, cls: Any) -> Found | str:
     used = getattr(module.config, "_experts_implementation", None)
     where = " (eager ones gate by themselves)" if used == "eager" else ""
     formula = Formula(Parts("", "", "", "act_fn"), op, kind)
-    patch = ForwardPatch(module, _expert_gate, slot="_apply_gate")
+    patch = ForwardPatch(module, expert_gate, slot="_apply_gate")
     return Found(formula, [patch], f"{cls.__name__}._apply_gate{where}")
 
 
