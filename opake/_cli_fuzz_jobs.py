@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import multiprocessing
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
@@ -163,15 +163,16 @@ def _work(task: Task, connection: Connection) -> None:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Start processes that ignore a terminal's interrupt, even while they import: we end them."""
-    if threading.current_thread() is not threading.main_thread():
+    """Start processes that a terminal's interrupt does not reach: we end them."""
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # which would let signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _Jobs:

@@ -19,9 +19,8 @@ SLOW = WRONG.replace("x.dim() == 2", "__import__('time').sleep(0.05) or 0")
 
 @needs_triton
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="there are no process groups to interrupt")
-@pytest.mark.parametrize("seconds", [0.0, 1.0, 8.0])  # it starts processes, they import, search
 @pytest.mark.parametrize("jobs", ["1", "2"])
-def test_an_interrupt_is_one_line(tmp_path: Path, jobs: str, seconds: float) -> None:
+def test_an_interrupt_is_one_line(tmp_path: Path, jobs: str) -> None:
     """As a terminal does it: every process gets the signal."""
     script, out = tmp_path / "fuzzed.py", tmp_path / "out.json"
     call = ["fuzz", "planted", "--minutes", "5", "--jobs", jobs, "--json", str(out)]
@@ -40,7 +39,7 @@ def test_an_interrupt_is_one_line(tmp_path: Path, jobs: str, seconds: float) -> 
     ) as running:
         assert running.stdout is not None
         assert running.stdout.readline().startswith("device cpu")
-        time.sleep(seconds)
+        time.sleep(10)  # it searches
         os.killpg(running.pid, signal.SIGINT)
         said, errors = running.communicate(timeout=60)
     assert "Traceback" not in said + errors, errors

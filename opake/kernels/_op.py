@@ -106,7 +106,7 @@ def ops() -> list[Op]:
         for module in pkgutil.iter_modules(package.__path__):
             if not module.name.startswith("_"):
                 importlib.import_module(f"opake.kernels.{module.name}")
-    return list(_registry.values())
+    return sorted(_registry.values(), key=lambda op: op.name)
 
 
 def find(name: str) -> Op | None:

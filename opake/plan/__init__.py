@@ -81,7 +81,6 @@ PROCESS: dict[str, ProcessConcern] = {
 """The concerns that act on the process."""
 
 _NO_FAMILY = Family("", "", ())
-_LATER = Skip("not in this release")
 _RUNTIME_ONLY = Skip("acts on no model: use opake.runtime()")
 
 
@@ -127,13 +126,13 @@ def _plan_as(family: Family | None, model: nn.Module, inner: Any, flags: Flags) 
     stranger = "no transformers model" if inner is None else "unknown model_type"
 
     def build(name: str) -> Step | Skip:
-        concern = MODEL.get(name)
-        if concern is None and name in PROCESS:
+        if name in PROCESS:
             shared = PROCESS[name]
             return _RUNTIME_ONLY if shared.runtime_only else shared.build()
-        if family is None and not (concern and concern.any_model):
+        concern = MODEL[name]
+        if family is None and not concern.any_model:
             return Skip(stranger)
-        return concern.build(context) if concern else _LATER
+        return concern.build(context)
 
     plan = _collect(flags, build)
     plan.guards = context.guards
