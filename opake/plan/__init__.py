@@ -126,10 +126,10 @@ def _plan_as(family: Family | None, model: nn.Module, inner: Any, flags: Flags) 
     stranger = "no transformers model" if inner is None else "unknown model_type"
 
     def build(name: str) -> Step | Skip:
-        if name in PROCESS:
+        concern = MODEL.get(name)
+        if concern is None:
             shared = PROCESS[name]
             return _RUNTIME_ONLY if shared.runtime_only else shared.build()
-        concern = MODEL[name]
         if family is None and not concern.any_model:
             return Skip(stranger)
         return concern.build(context)
