@@ -230,7 +230,19 @@ def transformed() -> bool:
 
 def _shell(x: Tensor) -> Tensor:
     """A tensor of that shape and dtype in the memory of one number."""
+    if type(x) in _SHARED and not (
+        transformed() or torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack()
+    ):
+        return _shared_shell(x.shape, x.dtype, x.device)
     return x.new_empty(()).expand(x.shape)
+
+
+_SHARED = (Tensor, torch.nn.Parameter)
+
+
+@functools.lru_cache(1024)
+def _shared_shell(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
 
 
 def _differentiable(tensors: Sequence[Tensor | None]) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from opake.errors import InvalidArgument
@@ -36,6 +37,7 @@ SEVERAL_DEVICES = "the inputs are on several devices"
 _YES: Decision = (True, "")
 _DTYPES = FLOATS | {torch.int32, torch.int64}
 _TYPES = frozenset((Tensor, nn.Parameter))
+_NUMBERS = frozenset((float, int, bool, str, type(None)))
 
 
 def available(where: Tensor | torch.device | str | int | None = None) -> Decision:
@@ -120,9 +122,10 @@ def decide(
         return False, "torch.jit.trace records operators"
     found: list[Tensor] = []
     for x in (*args, *kwargs.values()) if kwargs else args:
-        if type(x) in _TYPES:
+        kind = type(x)
+        if kind in _TYPES:
             found.append(x)
-        elif isinstance(x, (Tensor, tuple, list)):
+        elif kind not in _NUMBERS:
             found += tensors((x,))
     if not found:
         return False, "there is no tensor among the inputs"
@@ -137,6 +140,27 @@ def decide(
     if reason := op.fits(*args, **kwargs):
         return False, reason
     return _pays(op, args, kwargs, found, min_elements)
+
+
+def too_few(op: Op, x: Any, elements: int, min_elements: int | None) -> str:
+    """Say at once that kernels would not pay for so many elements; ``""``: :func:`decide` has to.
+
+    Asked where models are small, and every microsecond is waited for.
+    """
+    if type(x) not in _TYPES or not x.is_cuda:
+        return ""
+    if min_elements is None and _layers:
+        min_elements = _layers[-1][0]
+    if min_elements is None:
+        min_elements = _measured(op, x.device)
+    if elements >= min_elements or peek_interpreter_stack() is not None:
+        return ""
+    return "" if torch.cuda.is_current_stream_capturing() else _few(min_elements)
+
+
+@cache
+def _few(least: int) -> str:
+    return f"fewer than {least} elements: fusion does not pay"
 
 
 def _here(device: torch.device, found: list[Tensor]) -> Decision:
@@ -209,7 +233,7 @@ def _pays(
                 return _YES
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _YES
-    return False, f"fewer than {min_elements} elements: fusion does not pay"
+    return False, _few(min_elements)
 
 
 def _measured(op: Op, device: torch.device) -> int:
@@ -257,13 +281,16 @@ def launchable(given: Sequence[Any]) -> bool:
     if torch._C._len_torch_dispatch_stack():
         return False
     for x in given:
+        if x is None:
+            continue
         if type(x) in _TYPES:
             keys = _dispatch_keys(x).raw_repr()
-            if keys not in _seen and keys not in _plain_keys(x.device.type):
-                return False
+            if keys not in _seen:
+                if keys not in _plain_keys(x.device.type):
+                    return False
+                _seen.add(keys)
             if x.dtype not in _DTYPES:
                 return False
-            _seen.add(keys)
         elif isinstance(x, Tensor):
             return False
     return True
@@ -271,11 +298,11 @@ def launchable(given: Sequence[Any]) -> bool:
 
 def _ordinary(found: list[Tensor], device: torch.device) -> bool:
     """Tell at once, for most calls, what :func:`_unlike` would find after asking one by one."""
-    plain = _grad_keys(device.type)
+    plain, index = _grad_keys(device.type), device.index
     for x in found:
         if type(x) not in _TYPES or _dispatch_keys(x).raw_repr() != plain:
             return False
-        if x.dtype not in _DTYPES or x.device != device:
+        if x.dtype not in _DTYPES or (index is not None and x.get_device() != index):
             return False
     return True
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from opake.errors import InvalidArgument, InvalidType
 from opake.kernels._arguments import number, require_tensors
 from opake.kernels._examples import Draw
-from opake.kernels._guard import FLOATS
+from opake.kernels._guard import FLOATS, physical
 
 __all__ = [
     "Adapted",
@@ -36,6 +36,7 @@ __all__ = [
     "runs",
     "unflat",
     "wants_of",
+    "work",
 ]
 
 
@@ -193,6 +194,11 @@ def fits(x: Tensor, layers: Sequence[Adapted]) -> str:
         several = "input, weight and bias" if len(base) > 1 else "the adapters"
         return f"{several} are of several dtypes"
     return ""
+
+
+def work(x: Tensor, *args: Any, **options: Any) -> int:
+    """Count the numbers that the layers are given, of all mapped examples."""
+    return max(x.numel(), physical(x).numel())
 
 
 # ---- plain PyTorch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -218,35 +219,106 @@ def rotate(
     back: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate ``x`` and ``y`` by the tables' angles, or ``back`` by the transposed matrix."""
-    cos, sin, ids = grouped(tables[0], batch, 2), grouped(tables[1], batch, 2), tables[2]
-    ids = None if ids is None else grouped(ids, batch, 1)
-    x_view, y_view = grouped(x, batch, 3), None if y is None else grouped(y, batch, 3)
-    # Up to one mapped dimension the results are no views, so that their owner may write to them.
-    x_out = _like(x if batch < 2 else x_view, dtypes[0])
-    y_out = None if y is None or y_view is None else _like(y if batch < 2 else y_view, dtypes[1])
-    outs = (z if z is None or batch > 1 else grouped(z, batch, 3) for z in (x_out, y_out))
-    views: Any = (x_view, y_view, *outs)
-    heads_at, tokens_at = (2, 3) if options.unsqueeze_dim == 1 else (3, 2)
-    groups, examples, tokens, width = (x_view.shape[i] for i in (0, 1, tokens_at, 4))
-    heads = x_view.shape[heads_at], 0 if y_view is None else y_view.shape[heads_at]
+    cos, sin = _dense(tables[0], batch, 2), _dense(tables[1], batch, 2)
+    ids = None if tables[2] is None else _dense(tables[2], batch, 1)
+    x_view, y_view = _dense(x, batch, 3), None if y is None else _dense(y, batch, 3)
     tile = ROTATE.tile(x.device, x.numel() + (0 if y is None else y.numel()))
+    layouts = tuple([None if z is None else (z.shape, z.stride()) for z in (x_view, y_view)])
+    others = tuple([None if z is None else (z.shape, z.stride()) for z in (cos, sin, ids)])
+    how = _plan(tile, options, back, *layouts, others)
+    x_out = _empty(x_view, how.orders[0], dtypes[0])
+    y_out = None if y_view is None else _empty(y_view, how.orders[1], dtypes[1])
+    if how.programs:
+        views = [x_view, y_view, x_out, y_out, cos, sin, ids]
+        ROTATE((how.programs, 1, 1), views, how.integers, how.constants, tile.warps)
+    # Up to one mapped dimension the results are no views, so that their owner may write to them.
+    if batch < 2:
+        return x_out, y_out
+    return x_out.view(x.shape), None if y is None or y_out is None else y_out.view(y.shape)
+
+
+def _dense(x: Tensor, batch: int, inner: int) -> Tensor:
+    """``x`` by groups where there are any, the last dimension contiguous."""
+    if batch or (x.stride(-1) != 1 and x.shape[-1] > 1):
+        return grouped(x, batch, inner) if batch else x.contiguous()
+    return x
+
+
+Order = tuple[int, ...] | None
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides."""
+
+
+class _Plan(NamedTuple):
+    """How a call is launched, and in which order the results' dimensions lie in memory."""
+
+    programs: int
+    integers: tuple[int, ...]
+    constants: tuple[Any, ...]
+    orders: tuple[Order, Order]
+
+
+@lru_cache(4096)
+def _plan(
+    tile: Tile,
+    options: Options,
+    back: bool,
+    x: Layout,
+    y: Layout | None,
+    tables: tuple[Layout, Layout, Layout | None],
+) -> _Plan:
+    x_order, x_out = _ordered(x)
+    y_order, y_out = (None, None) if y is None else _ordered(y)
+    views = [_whole(z, 5) for z in (x, y, x_out, y_out)]
+    cos, sin, ids = (_whole(z, n) for z, n in zip(tables, (4, 4, 3), strict=True))
+    assert views[0] is not None
+    assert cos is not None
+    heads_at, tokens_at = (2, 3) if options.unsqueeze_dim == 1 else (3, 2)
+    groups, examples, tokens, width = (views[0][0][i] for i in (0, 1, tokens_at, 4))
+    heads = views[0][0][heads_at], 0 if views[1] is None else views[1][0][heads_at]
     block_tokens, blocks, pairs, tails = _blocks(tile, tokens, heads, width, options.width)
     programs = sum(-(-n // block) for n, block in zip(heads, blocks, strict=True))
     programs *= groups * examples * -(-tokens // block_tokens)
     integers = (
-        *(cos.shape[2], tokens, examples, *heads),
+        *(cos[0][2], tokens, examples, *heads),
         *(step for z in views for step in _strides(z, (0, 1, heads_at, tokens_at))),
         *(step for z in (cos, sin) for step in _strides(z, (0, 1, 2))),
         *_strides(ids, (0, 1)),
     )
-    full = options.width == cos.shape[3]
+    full = options.width == cos[0][3]
     layout = (options.width // 2, width - options.width, full, options.interleaved, back)
     constants = (*layout, block_tokens, *blocks, pairs, tails)
-    if programs * width:
-        ROTATE((programs, 1, 1), [*views, cos, sin, ids], integers, constants, tile.warps)
-    if batch < 2:
-        return x_out, y_out
-    return x_out.view(x.shape), None if y is None or y_out is None else y_out.view(y.shape)
+    return _Plan(programs if width else 0, integers, constants, (x_order, y_order))
+
+
+def _whole(layout: Layout | None, dims: int) -> Layout | None:
+    """The layout with groups, and examples, of one in front."""
+    if layout is None:
+        return None
+    missing = dims - len(layout[0])
+    return (1,) * missing + tuple(layout[0]), (0,) * missing + layout[1]
+
+
+def _ordered(layout: Layout) -> tuple[Order, Layout]:
+    """The order of dimensions of a result, from far to near, and its layout.
+
+    That of what is rotated, the last one contiguous: attention kernels read such views as they are,
+    so stock's have that order too. None stands for a contiguous result.
+    """
+    shape, stride = layout
+    last = len(shape) - 1
+    order = (*sorted(range(last), key=stride.__getitem__, reverse=True), last)
+    steps, step = [0] * len(shape), 1
+    for i in reversed(order):
+        steps[i] = step
+        step *= max(shape[i], 1)
+    return None if order == tuple(range(len(shape))) else order, (shape, tuple(steps))
+
+
+def _empty(x: Tensor, order: Order, dtype: torch.dtype) -> Tensor:
+    if order is None:
+        return torch.empty(x.shape, dtype=dtype, device=x.device)
+    return torch.empty_permuted(x.shape, order, dtype=dtype, device=x.device)
 
 
 def _blocks(
@@ -264,24 +336,12 @@ def _blocks(
     return block_tokens, (x_block, y_block), pairs, tails
 
 
-def _strides(x: Tensor | None, dims: Sequence[int]) -> tuple[int, ...]:
+def _strides(layout: Layout | None, dims: Sequence[int]) -> tuple[int, ...]:
     """Distances along ``dims``, 0 along those of one element, which are shared or do not matter."""
-    if x is None:
+    if layout is None:
         return (0,) * len(dims)
-    shape, stride = x.shape, x.stride()
+    shape, stride = layout
     return tuple([stride[i] if shape[i] > 1 else 0 for i in dims])
-
-
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor whose dimensions lie in the order of ``x``, the last one contiguous.
-
-    Attention kernels read such views as they are, so stock's have that order too.
-    """
-    if x.is_contiguous():
-        return torch.empty_like(x, dtype=dtype)
-    stride, last = x.stride(), x.dim() - 1
-    order = sorted(range(last), key=stride.__getitem__, reverse=True)
-    return torch.empty_permuted(x.shape, (*order, last), dtype=dtype, device=x.device)
 
 
 # ---- tables that somebody trains

@@ -18,7 +18,7 @@ from opake.kernels._autograd import fused_function, transformed
 from opake.kernels._cross_entropy import Options as LossOptions
 from opake.kernels._cross_entropy import count
 from opake.kernels._examples import Call, Draw, Shape
-from opake.kernels._guard import tensors
+from opake.kernels._guard import physical, tensors
 from opake.kernels._linear_cross_entropy import (
     BOTH,
     SCALE,
@@ -285,6 +285,12 @@ def _fits(hidden: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> str:
     return "" if hidden.numel() and weight.numel() else "there is nothing to multiply"
 
 
+def _work(hidden: Tensor, weight: Tensor, *args: Any, **options: Any) -> int:
+    """Count the logits of all mapped examples."""
+    numbers = max(hidden.numel(), physical(hidden).numel())
+    return numbers // max(hidden.shape[-1], 1) * weight.shape[0]
+
+
 def _examples(draw: Draw) -> Call:
     *outer, width = draw.shape(min_dims=1, max_elements=64)
     outer = [min(size, 4) for size in outer]
@@ -346,6 +352,7 @@ LINEAR_CROSS_ENTROPY = register(
         portable=_portable,
         fits=_fits,
         examples=_examples,
+        work=_work,
         benchmarks=(
             _shape(8192, 4096, 128256, trained=False),
             _shape(8192, 4096, 128256, trained=True),

@@ -145,6 +145,7 @@ LORA_LINEAR = register(
         fused=_fused,
         fits=_fits,
         examples=_examples,
+        work=lora.work,
         benchmarks=(_shape(8192, 4096, 4096, 16), _shape(4096, 896, 4864, 16)),
         launches=(ACCUMULATE,),
     )

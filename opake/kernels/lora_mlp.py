@@ -264,6 +264,7 @@ LORA_MLP = register(
         fused=_fused,
         fits=_fits,
         examples=_examples,
+        work=lora.work,
         benchmarks=(_shape(8192, 4096, 14336, 16), _shape(4096, 896, 4864, 16)),
         launches=(ACCUMULATE, GATED_FORWARD, GATED_BACKWARD),
     )

@@ -138,6 +138,7 @@ LORA_QKV = register(
         fused=_fused,
         fits=_fits,
         examples=_examples,
+        work=lora.work,
         benchmarks=(_shape(8192, 4096, 4096, 1024, 16), _shape(4096, 896, 896, 128, 16)),
         launches=(ACCUMULATE,),
     )

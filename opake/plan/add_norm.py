@@ -188,6 +188,8 @@ def _run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)[_SLOT]
     layer: _Layer = site.formula.layer
+    if args and site.guard.few(_OP(), args[0], fused.widened(args[0], None)):
+        return wrapped(*args, **kwargs)
     if getattr(wrapped, "func", None) is not stock_method(instance):
         return site.guard.stock("another wrapper lies beneath", wrapped, args, kwargs)
     if any(name.startswith("past_key_value") for name in kwargs.keys() - {*layer.parameters}):

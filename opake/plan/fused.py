@@ -135,6 +135,14 @@ def _wrapper_of(build: Any) -> Any:
     return getattr(getattr(build, "__self__", None), "wrapper", None)
 
 
+def widened(x: Any, layer: Any) -> int:
+    """Return how many elements a linear layer makes of ``x``; those of ``x`` where it says not."""
+    if not isinstance(x, Tensor):
+        return 0
+    out, width = getattr(layer, "out_features", 0), getattr(layer, "in_features", 0)
+    return x.numel() // width * out if out and width else x.numel()
+
+
 def autocasts(x: Tensor) -> bool:
     """Tell whether autocast may choose dtypes where ``x`` is."""
     return torch.is_autocast_enabled(x.device.type)
@@ -163,7 +171,8 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 class _Current(threading.local):
-    sites: dict[str, Site] = {}  # noqa: RUF012  (replaced, never written)
+    rope: Site | None = None
+    cross_entropy: Site | None = None
 
 
 _CURRENT = _Current()
@@ -176,7 +185,8 @@ def announce(concern: str) -> Any:
 
 def site_here(concern: str) -> Site | None:
     """Return the site of the innermost announcing module that is running in this thread."""
-    return _CURRENT.sites.get(concern)
+    site: Site | None = getattr(_CURRENT, concern)
+    return site
 
 
 def _announcing(concern: str) -> Any:
@@ -185,12 +195,12 @@ def _announcing(concern: str) -> Any:
     def announcing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return wrapped(*args, **kwargs)
-        outer = _CURRENT.sites
-        _CURRENT.sites = {**outer, concern: vars(instance)[key]}
+        outer = getattr(_CURRENT, concern)
+        setattr(_CURRENT, concern, vars(instance)[key])
         try:
             return wrapped(*args, **kwargs)
         finally:
-            _CURRENT.sites = outer
+            setattr(_CURRENT, concern, outer)
 
     announcing._opake_permanent = True  # type: ignore[attr-defined]
     return announcing

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from opake import kernels
 from opake.kernels import Op
+from opake.kernels._guard import decide, too_few
 
 
 class Guard:
@@ -38,11 +38,21 @@ class Guard:
         given: tuple[Any, ...],
     ) -> Any:
         """Return ``op(*args, **options)`` by its kernels, or ``stock(*given)``."""
-        run, reason = kernels.should_run(op, *args, min_elements=self.min_elements, **options)
+        run, reason = decide(op, args, options, self.min_elements)
         if run:
             self.ran += 1
             return op.fused(*args, **options)
         return self.stock(reason, stock, given)
+
+    def few(self, op: Op, x: Any, elements: int) -> bool:
+        """Tell at once, and count, that kernels would not pay for ``x`` and what comes of it.
+
+        Where this says no, :meth:`run` decides.
+        """
+        reason = too_few(op, x, elements, self.min_elements)
+        if reason:
+            self.fell_back[reason] += 1
+        return bool(reason)
 
     def stock(
         self,

@@ -112,11 +112,13 @@ def split(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)  # inductor fuses the stock code itself
     site: fused.Site = vars(instance)[_SLOT]
-    parts, formula = site.formula.parts, site.formula
+    parts, formula, modules = site.formula.parts, site.formula, instance._modules
+    few = args and fused.widened(args[0], modules[parts.gate])
+    if few and site.guard.few(_op(formula.op), args[0], few):
+        return wrapped(*args, **kwargs)
     why = _strange(wrapped, instance, args, kwargs, "forward", formula)
     if why:
         return site.guard.stock(why, wrapped, args, kwargs)
-    modules = instance._modules
     gate, up = modules[parts.gate](args[0]), modules[parts.up](args[0])
 
     def stock(gate: Tensor, up: Tensor) -> Tensor:
@@ -132,7 +134,10 @@ def _packed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)[_SLOT]
-    parts, formula = site.formula.parts, site.formula
+    parts, formula, modules = site.formula.parts, site.formula, instance._modules
+    few = args and fused.widened(args[0], modules[parts.gate])
+    if few and site.guard.few(_op(formula.op + "_packed"), args[0], few):
+        return wrapped(*args, **kwargs)
     why = _strange(wrapped, instance, args, kwargs, "forward", formula)
     if why:
         return site.guard.stock(why, wrapped, args, kwargs)
@@ -153,10 +158,13 @@ def expert_gate(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)[_SLOT]
+    op = _op(site.formula.op + "_packed")
+    if args and site.guard.few(op, args[0], fused.widened(args[0], None)):
+        return wrapped(*args, **kwargs)
     why = _strange(wrapped, instance, args, kwargs, "_apply_gate", site.formula)
     if why:
         return site.guard.stock(why, wrapped, args, kwargs)
-    return site.guard.call(_op(site.formula.op + "_packed"), args, wrapped)
+    return site.guard.call(op, args, wrapped)
 
 
 def _strange(

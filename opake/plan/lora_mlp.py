@@ -47,6 +47,8 @@ def _run(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
     site: fused.Site = vars(instance)[_SLOT]
     formula: gated.Formula = site.formula
+    if args and site.guard.few(_OP(), args[0], fused.widened(args[0], None)):
+        return wrapped(*args, **kwargs)
     found = _read(instance, formula, args, kwargs)
     if isinstance(found, str):
         return site.guard.stock(found, wrapped, args, kwargs)

@@ -192,6 +192,8 @@ def _replacement(stock: Any, formula: Formula) -> Any:
         site = fused.site_here("rope")
         if site is None:  # somebody calls what announces it by another name
             return stock(*args, **kwargs)
+        if args and site.guard.few(_ROPE(), args[0], fused.widened(args[0], None)):
+            return stock(*args, **kwargs)
         why = _strange(formula, args, kwargs)
         if why:
             return site.guard.stock(why, stock, args, kwargs)
