@@ -5,11 +5,15 @@ python benchmarks/models_gpu.py results.json [COMMIT] [--sizes 1x128,...] [--var
 
 The model has the shape of Qwen2.5-0.5B, random weights, bf16, SDPA. ``train`` is a forward pass
 with labels and a backward pass; ``infer`` a forward pass without gradients. ``ms`` is what a caller
-waits on an idle queue, the median of calls in turns with the other variants'; ``memory_mib`` the
-peak above what was allocated before, with no gradients alive. ``ratio`` is to stock.
+waits on an idle queue, the lower quartile of calls in turns with the other variants';
+``memory_mib`` the peak above what was allocated before, with no gradients alive, and
+``working_mib`` with those of the step before. ``gpu_ms`` is what its kernels take together.
+``ratio`` is to stock, the median over rounds of four calls.
 
 Variants: ``stock``; ``kernels`` (``patched(model, kernels=True)``); ``loss_only`` (that, and the
-model called with ``loss_only=True``); ``without NAME`` and ``only NAME``, one concern switched.
+model called with ``loss_only=True``); ``all`` (that, and every kernel at every size); ``guard``
+(kernels that never pay, so what it costs to find that out); ``without NAME`` and ``only NAME``,
+one concern switched.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from typing import Any
 import torch
 from host import describe
 from shapes import qwen2_500m
+from torch.profiler import ProfilerActivity, profile
 
 import opake
 from opake.flags import UMBRELLAS
 
 SIZES = ("1x128", "1x512", "4x512", "1x2048", "4x1024", "4x2048", "16x1024", "16x2048")
 SCOPE = {"compat": False, "peft": False}
+_MIN_ELEMENTS = {"all": 0, "guard": 1 << 62}
+_LOSS_ONLY = ("loss_only", "all")
 
 
 class Problem:
@@ -69,6 +76,7 @@ def scope(model: Any, variant: str, passes: str) -> Any:
         return contextlib.nullcontext()
     how, _, name = variant.partition(" ")
     flags: dict[str, Any] = {"kernels": how != "only", "performance": how != "only", **SCOPE}
+    flags |= {"min_elements": _MIN_ELEMENTS[how]} if how in _MIN_ELEMENTS else {}
     if name:
         flags[name] = how == "only"
     return opake.patched(model, mode="train" if passes == "train" else "infer", **flags)
@@ -80,30 +88,37 @@ def turns(problem: Problem, size: str, passes: str, names: list[str], seconds: f
     shape = (examples, length)
     ids = torch.randint(problem.vocabulary, shape, device=problem.device)
     rows = {name: {"size": size, "passes": passes, "variant": name} for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
+    times: dict[str, list[list[float]]] = {name: [] for name in names}
     end = time.perf_counter() + seconds
-    first = True
-    while first or time.perf_counter() < end:
+    while not times[names[-1]] or time.perf_counter() < end:
         for name in names:
             with scope(problem.model, name, passes):
-                run = problem.run(passes, ids, name == "loss_only")
-                if first:
-                    rows[name]["memory_mib"] = memory(problem, run)
-                    stats = opake.guard_stats(problem.model) if name != "stock" else {}
-                    rows[name]["guard"] = stats
-                times[name] += [once(problem, run) for _ in range(4)][1:]
-        first = False
-    stock = statistics.median(times[names[0]])
+                run = problem.run(passes, ids, name in _LOSS_ONLY)
+                if not times[name]:
+                    rows[name] |= look(problem, run, name)
+                once(problem, run)
+                times[name].append([once(problem, run) for _ in range(4)])
     for name, row in rows.items():
-        row["ms"] = statistics.median(times[name])
-        row["calls"] = len(times[name])
-        row["ratio"] = row["ms"] / stock
+        found = [statistics.median(each) for each in times[name]]
+        stock = [statistics.median(each) for each in times[names[0]]]
+        row["ms"] = statistics.quantiles([x for each in times[name] for x in each])[0]
+        row["rounds"] = len(found)
+        row["ratio"] = statistics.median(a / b for a, b in zip(found, stock, strict=True))
         print(
             f"{passes:6} {size:8} {name:28} {row['ms']:8.2f} ms {row['ratio']:5.3f} "
-            f"{row['memory_mib']:8.0f} MiB of {row['calls']} calls",
+            f"{row['gpu_ms']:8.2f} ms of the GPU {row['working_mib']:8.0f} MiB "
+            f"of {row['rounds']} rounds",
             flush=True,
         )
     return list(rows.values())
+
+
+def look(problem: Problem, run: Callable[[], None], name: str) -> dict[str, Any]:
+    """Return what a variant needs and runs, apart from its time."""
+    run()
+    problem.clear()
+    found = {"memory_mib": memory(run), "working_mib": memory(run), "gpu_ms": busy(run)}
+    return found | {"guard": {} if name == "stock" else opake.guard_stats(problem.model)}
 
 
 def once(problem: Problem, run: Callable[[], None]) -> float:
@@ -116,10 +131,8 @@ def once(problem: Problem, run: Callable[[], None]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def memory(problem: Problem, run: Callable[[], None]) -> float:
-    """Return the MiB that a call needs at its peak; it is run once before."""
-    run()
-    problem.clear()
+def memory(run: Callable[[], None]) -> float:
+    """Return the MiB that a call needs at its peak."""
     if not torch.cuda.is_available():
         return 0.0
     torch.cuda.synchronize()
@@ -128,6 +141,16 @@ def memory(problem: Problem, run: Callable[[], None]) -> float:
     run()
     torch.cuda.synchronize()
     return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def busy(run: Callable[[], None]) -> float:
+    """Return the milliseconds that all kernels of a call take on the GPU."""
+    if not torch.cuda.is_available():
+        return 0.0
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in prof.key_averages()) / 1e3
 
 
 def synchronize() -> None:
